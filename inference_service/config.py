@@ -1,0 +1,204 @@
+"""The one configuration tree: everything that an experiment needs, read from one YAML file.
+
+Server, load generator and comparisons read the same file. Unknown keys and values of the wrong type are errors that name the key.
+A 0 or "auto" means "derive it"; what was derived is printed by `inference-service check` and at start.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+import yaml
+from msgspec import Meta
+
+Count = Annotated[int, Meta(ge=1)]
+CountOrAuto = Annotated[int, Meta(ge=0)]
+Seconds = Annotated[float, Meta(ge=0)]
+Port = Annotated[int, Meta(ge=0, le=65535)]
+
+
+class ConfigError(ValueError):
+    """The configuration is wrong; the message names the key."""
+
+
+class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A part of the tree: immutable, and strict about its keys."""
+
+
+class Model(Section):
+    """Which model, and in which form."""
+
+    path: str = "smollm2-135m-instruct"
+    """A local Hugging Face directory, a directory of `configs/models/`, a hub id, or the name of a model that `fetch` knows."""
+    name: str = ""
+    """The name that requests may give. Empty: the last part of the path."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type of weights, activations and KV cache. auto: the checkpoint's on a GPU, float32 on a CPU."""
+    load_format: Literal["auto", "dummy", "echo"] = "auto"
+    """auto: the checkpoint's safetensors. dummy: random weights of config.json's shape. echo: no model at all, each answer counts up from
+    its prompt's last token id (to measure and test the service around the model)."""
+    echo_step_ms: Annotated[float, Meta(ge=0)] = 0.0
+    """How long a step of the echo engine takes."""
+    max_context: CountOrAuto = 0
+    """Most tokens that prompt and answer may have together. 0: what the checkpoint declares."""
+
+
+class Device(Section):
+    """Where the model runs."""
+
+    kind: Literal["auto", "cpu", "cuda"] = "auto"
+    arch: str = "auto"
+    """The GPU architecture that this file was written for, such as sm_90; another one at start is an error."""
+    threads: CountOrAuto = 0
+    """Threads that compute on a CPU. 0: one a core."""
+
+
+class Batch(Section):
+    """How large a step may be."""
+
+    max_requests: Count = 32
+    """Requests computed at once."""
+    max_step_tokens: Count = 512
+    """Tokens computed in a step: its decodes, then prefill chunks."""
+    max_prefill_tokens: CountOrAuto = 0
+    """Prefill tokens in a step that also decodes, so that decodes keep their pace. 0: a quarter of max_step_tokens."""
+
+
+class Cache(Section):
+    """The paged KV cache."""
+
+    page_size: Count = 16
+    """Tokens a page holds."""
+    pages: CountOrAuto = 0
+    """Pages in all. 0: as many as memory_gib holds."""
+    memory_gib: Annotated[float, Meta(gt=0)] = 1.0
+    """Memory for the pages, where `pages` is 0."""
+    prefix: bool = True
+    """Keeps pages of finished requests and shares them with requests of the same beginning."""
+
+
+class Kernels(Section):
+    """The backend to force for an operator; auto: what is measured fastest, else the support table's first."""
+
+    attention: str = "auto"
+    moe: str = "auto"
+    gemm: str = "auto"
+    norm: str = "auto"
+    rope: str = "auto"
+    sampling: str = "auto"
+
+
+class Server(Section):
+    """The gRPC server."""
+
+    host: str = "127.0.0.1"
+    port: Port = 50051
+    """0: any free port; the one taken is printed."""
+    max_queue: CountOrAuto = 256
+    """Requests that may wait beside those being computed; one more is RESOURCE_EXHAUSTED."""
+    max_message_mib: Count = 4
+    """Largest request message."""
+    stuck_reader_s: Annotated[float, Meta(gt=0)] = 30.0
+    """A client that takes no message for so long is cut off."""
+    drain_propagation_s: Seconds = 0.0
+    """How long a drain still admits requests after health turned NOT_SERVING, so that balancers can notice."""
+    drain_s: Seconds = 30.0
+    """How long running requests may go on in a drain."""
+    engine_timeout_s: Annotated[float, Meta(gt=0)] = 30.0
+    """An engine that has not been heard of for so long is lost."""
+
+
+class Telemetry(Section):
+    """Where traces go."""
+
+    traces: bool = True
+    trace_file: str = "traces.jsonl"
+    """JSON lines, one a span; used where no OTLP endpoint is set."""
+    otlp_endpoint: str = ""
+    """An OTLP gRPC receiver, such as http://127.0.0.1:4317. Empty: OTEL_EXPORTER_OTLP_ENDPOINT, else the file."""
+
+
+class Workload(Section):
+    """What the load generator's requests look like."""
+
+    input_tokens: Count = 128
+    output_tokens: Count = 64
+    temperature: Annotated[float, Meta(ge=0)] = 0.0
+
+
+class Loadtest(Section):
+    """The load test."""
+
+    target: str = "grpc://127.0.0.1:50051"
+    concurrency: tuple[Count, ...] = (4,)
+    duration_s: Annotated[float, Meta(gt=0)] = 20.0
+    workload: Workload = Workload()
+    seed: int = 0
+    timeout_s: Annotated[float, Meta(gt=0)] = 120.0
+    """Deadline of each request."""
+
+
+class Config(Section):
+    """The whole file."""
+
+    model: Model = Model()
+    device: Device = Device()
+    batch: Batch = Batch()
+    cache: Cache = Cache()
+    kernels: Kernels = Kernels()
+    server: Server = Server()
+    telemetry: Telemetry = Telemetry()
+    loadtest: Loadtest = Loadtest()
+
+
+def load_config(path: str | Path | None = None, overrides: list[str] | None = None) -> Config:
+    """Read a YAML file (None: the defaults), then set `section.key=value` overrides, whose values are YAML too.
+
+    Raises ConfigError, which names the file and the key.
+    """
+    tree = _read_yaml(Path(path)) if path else {}
+    for override in overrides or []:
+        _set(tree, override)
+    try:
+        return msgspec.convert(tree, Config)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{path or 'configuration'}: {_readable(str(error))}") from None
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        tree = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not YAML: {error}") from None
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: the file must hold sections, such as `model:`")
+    return {key: {} if section is None else section for key, section in tree.items()}
+
+
+def _set(tree: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    *sections, leaf = key.split(".")
+    if not equals or not sections or not leaf:
+        raise ConfigError(f"override {override!r}: write section.key=value")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise ConfigError(f"override {override!r}: {text!r} is not a YAML value") from None
+    node: Any = tree
+    for section in sections:
+        node = node.setdefault(section, {}) if isinstance(node, dict) else None
+        if not isinstance(node, dict):
+            raise ConfigError(f"override {override!r}: {section!r} is not a section")
+    node[leaf] = "" if value is None else value
+
+
+def _readable(error: str) -> str:
+    """msgspec ends its messages with "- at `$.a.b`"; begin with the key instead, as a person would write it."""
+    what, at, where = error.rpartition(" - at `$.")
+    return f"{where.rstrip('`')}: {what}" if at else error

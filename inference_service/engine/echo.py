@@ -1,0 +1,57 @@
+"""An executor without a model: each token is the one before it plus 1. For measuring and testing the service around the model.
+
+It needs no tensors, keeps the order and overlap of a real executor, and takes a set time a step, so that overload can be provoked exactly.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from inference_service.config import Config
+from inference_service.engine.step import ExecutorInfo, StepPlan, StepResult
+from inference_service.messages import TokenLogprobs
+
+
+@dataclass(frozen=True)
+class EchoTicket:
+    """A step that ends at a set time."""
+
+    result: StepResult
+    ends: float
+
+    def wait(self) -> StepResult:
+        """Block until the step's time is over."""
+        time.sleep(max(0.0, self.ends - time.monotonic()))
+        return self.result
+
+
+class EchoExecutor:
+    """Counts up from each prompt's last token id, modulo the vocabulary."""
+
+    def __init__(self, config: Config, vocab_size: int, max_context: int) -> None:
+        cache = config.cache
+        pages = cache.pages or config.batch.max_requests * -(-max_context // cache.page_size)
+        self.info = ExecutorInfo("Echo", "none", 0, vocab_size, max_context, "none", "none", pages, [])
+        self._step_s = config.model.echo_step_ms / 1000
+        self._last = [0] * config.batch.max_requests
+        self._ends = 0.0
+
+    def launch(self, plan: StepPlan) -> EchoTicket:
+        """Start a step after those before it."""
+        self._ends = max(self._ends, time.monotonic()) + self._step_s
+        ids, logprobs = list[int](), list[TokenLogprobs | None]()
+        for row in plan.rows:
+            if row.token_ids:
+                self._last[row.slot] = row.token_ids[-1]
+            if row.samples:
+                token_id = (self._last[row.slot] + 1) % self.info.vocab_size
+                while token_id in row.banned_ids:
+                    token_id = (token_id + 1) % self.info.vocab_size
+                self._last[row.slot] = token_id
+                ids.append(token_id)
+                logprobs.append(TokenLogprobs(0.0, [token_id][: row.logprobs], [0.0][: row.logprobs]) if row.logprobs >= 0 else None)
+        return EchoTicket(StepResult(ids, logprobs), self._ends)
+
+    def close(self) -> None:
+        """Nothing is held."""

@@ -1,0 +1,62 @@
+"""The engine's end of the socket to its front ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+import zmq
+
+from inference_service.messages import Hello, Ready, ToEngine, ToFrontEnd
+
+
+class FrontEnds:
+    """A ROUTER socket: receives from any front end, sends to each by its identity."""
+
+    def __init__(self, address: str) -> None:
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
+        # A front end that lags must not block the engine, nor lose tokens: its frames queue here without limit, until it is gone.
+        self._socket.set(zmq.SNDHWM, 0)
+        self._socket.set(zmq.RCVHWM, 0)
+        self._socket.set(zmq.LINGER, 1000)
+        self._socket.connect(address)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(ToEngine)
+        self._ready: Ready | None = None
+        self.known: list[bytes] = []
+
+    def receive(self, timeout_s: float) -> Iterator[tuple[bytes, ToEngine]]:
+        """Everything that has arrived; waits up to `timeout_s` for the first message."""
+        if timeout_s and not self._socket.poll(int(timeout_s * 1000)):
+            return
+        while True:
+            try:
+                origin, frame = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            message = self._decoder.decode(frame)
+            if isinstance(message, Hello):
+                self._welcome(origin)
+            else:
+                yield origin, message
+
+    def send(self, origin: bytes, message: ToFrontEnd) -> None:
+        """Queue a message for one front end."""
+        self._socket.send_multipart((origin, self._encoder.encode(message)))
+
+    def broadcast(self, message: ToFrontEnd) -> None:
+        """Queue a message for all; Ready is also given to those that come later."""
+        if isinstance(message, Ready):
+            self._ready = message
+        for origin in self.known:
+            self.send(origin, message)
+
+    def close(self) -> None:
+        """Send what is queued, within a second."""
+        self._socket.close()
+
+    def _welcome(self, origin: bytes) -> None:
+        if origin not in self.known:
+            self.known.append(origin)
+        if self._ready:
+            self.send(origin, self._ready)

@@ -1,0 +1,59 @@
+"""The engine's loop: take requests in, plan and launch a step, then take in the step before it and send its ids out.
+
+While the loop handles the results of step N, step N + 1 is computed already. It never waits for a reader: what it sends is queued.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import defaultdict
+
+from inference_service.engine.link import FrontEnds
+from inference_service.engine.requests import Request
+from inference_service.engine.scheduler import Scheduled, Scheduler
+from inference_service.engine.step import Executor, Ticket
+from inference_service.messages import Abort, Output, Step, Submit
+
+HEARTBEAT_S = 1.0
+
+
+class EngineLoop:
+    """Runs until the process that started it is gone."""
+
+    def __init__(self, front_ends: FrontEnds, scheduler: Scheduler, executor: Executor) -> None:
+        self.front_ends = front_ends
+        self.scheduler = scheduler
+        self.executor = executor
+        self._parent = os.getppid()
+
+    def run(self) -> None:
+        """Step until the parent process dies. Raises what a step raises."""
+        in_flight: tuple[Scheduled, Ticket] | None = None
+        while os.getppid() == self._parent:
+            self._receive(block=in_flight is None and not len(self.scheduler))
+            outputs = self.scheduler.expire(time.monotonic_ns())
+            step = self.scheduler.schedule(time.monotonic_ns())
+            launched = (step, self.executor.launch(step.plan)) if step else None
+            if in_flight:
+                scheduled, ticket = in_flight
+                outputs += self.scheduler.update(scheduled, ticket.wait())
+            self._send(outputs)
+            in_flight = launched
+
+    def _receive(self, block: bool) -> None:
+        for origin, message in self.front_ends.receive(HEARTBEAT_S if block else 0.0):
+            if isinstance(message, Submit):
+                self.scheduler.submit(message, origin)
+            elif isinstance(message, Abort):
+                for key in message.keys:
+                    self.scheduler.abort(key, origin)
+
+    def _send(self, outputs: list[tuple[Request, Output]]) -> None:
+        """One frame to each front end, also where it has no outputs: it is the heartbeat, and says how busy the engine is."""
+        by_origin: dict[bytes, list[Output]] = defaultdict(list)
+        for request, output in outputs:
+            by_origin[request.origin].append(output)
+        now_ns, load = time.monotonic_ns(), self.scheduler.load
+        for origin in self.front_ends.known:
+            self.front_ends.send(origin, Step(now_ns, by_origin[origin], load))

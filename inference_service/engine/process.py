@@ -1,0 +1,102 @@
+"""The engine's process: `python -m inference_service.engine.process`, started by the front end with an EngineStart as JSON on its input."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+from pathlib import Path
+
+import msgspec
+
+from inference_service.config import Config
+from inference_service.engine.kv_pages import KvPages
+from inference_service.engine.link import FrontEnds
+from inference_service.engine.loop import EngineLoop
+from inference_service.engine.scheduler import Scheduler
+from inference_service.engine.step import Executor, Row, StepPlan
+from inference_service.messages import Failed, Progress, Ready, Sampling
+
+log = logging.getLogger(__name__)
+
+
+class EngineStart(msgspec.Struct, frozen=True):
+    """What the front end hands over."""
+
+    config: Config
+    model_dir: str
+    address: str
+    """Of the ZeroMQ socket; the front end has bound it."""
+    vocab_size: int
+    """The tokenizer's; used by the echo engine alone."""
+
+
+def main() -> None:
+    """Load, say Ready, then loop. Ends with status 1, having said Failed, when that is impossible."""
+    # A drain is the front end's business: the engine outlives the signal that starts it, and is ended by its parent.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s engine %(levelname)s %(message)s")
+    start = msgspec.json.decode(sys.stdin.buffer.read(), type=EngineStart)
+    front_ends = FrontEnds(start.address)
+    list(front_ends.receive(timeout_s=10))
+    try:
+        executor = load_executor(start, front_ends)
+        front_ends.broadcast(ready(start.config, executor))
+        pages = KvPages(executor.info.pages, start.config.cache.page_size, prefix=start.config.cache.prefix)
+        EngineLoop(front_ends, Scheduler(start.config.batch, pages), executor).run()
+    except Exception as error:
+        log.exception("the engine failed")
+        front_ends.broadcast(Failed(f"{type(error).__name__}: {error}"))
+        front_ends.close()
+        sys.exit(1)
+
+
+def load_executor(start: EngineStart, front_ends: FrontEnds) -> Executor:
+    """The configured executor, after it has made a first token."""
+
+    def progress(what: str) -> None:
+        log.info("%s", what)
+        front_ends.broadcast(Progress(what))
+
+    executor: Executor
+    if start.config.model.load_format == "echo":
+        from inference_service.engine.echo import EchoExecutor
+
+        executor = EchoExecutor(start.config, start.vocab_size, start.config.model.max_context or 2048)
+    else:
+        from inference_service.execution.executor import build_executor
+
+        executor = build_executor(start.config, Path(start.model_dir), progress)
+    progress("making a first token")
+    first_token(executor)
+    return executor
+
+
+def first_token(executor: Executor) -> None:
+    """Prefill one token and decode another: whatever is set up lazily is set up now, and what cannot run fails now."""
+    greedy = Sampling(0.0, 0, 1.0, 0.0, 0)
+    executor.launch(StepPlan([Row(0, 0, 1, [0], [0], True, greedy)])).wait()
+    if executor.info.max_context > 1:
+        executor.launch(StepPlan([Row(0, 1, 1, [], [0, executor.info.pages - 1], True, greedy)])).wait()
+
+
+def ready(config: Config, executor: Executor) -> Ready:
+    """What the front end needs to know to validate requests and describe the server."""
+    info = executor.info
+    return Ready(
+        architecture=info.architecture,
+        dtype=info.dtype,
+        parameters=info.parameters,
+        vocab_size=info.vocab_size,
+        max_context=info.max_context,
+        device=info.device,
+        device_arch=info.device_arch,
+        page_size=config.cache.page_size,
+        pages=info.pages,
+        kernels=info.kernels,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""The interface between scheduler and executor: what a step computes, and what comes of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from inference_service.messages import Kernel, Sampling, TokenLogprobs
+
+
+@dataclass(slots=True)
+class Row:
+    """One request's part of a step: the tokens [start, start + length) of its sequence.
+
+    A decode row has length 1 and takes its input id from the device, where the step before left it (`token_ids` is empty): the host may
+    not know it yet. A prefill row brings its ids.
+    """
+
+    slot: int
+    """The request's place in the device's buffers, in [0, max_requests)."""
+    start: int
+    """Tokens of the sequence whose keys and values are in the cache already."""
+    length: int
+    token_ids: list[int]
+    """The ids to compute; empty for a decode."""
+    pages: list[int]
+    """The sequence's pages, in order; they cover start + length tokens."""
+    samples: bool
+    """Whether the row's last token has all before it computed, so that the next token is drawn (False: a chunk that is not the last)."""
+    sampling: Sampling
+    logprobs: int = -1
+    """Alternatives to give with the sampled token; -1: no log-probabilities."""
+    banned_ids: list[int] = field(default_factory=list)
+    """Ids that must not be drawn in this step (stop tokens before min_tokens)."""
+
+    @property
+    def is_decode(self) -> bool:
+        return not self.token_ids
+
+    @property
+    def position(self) -> int:
+        """Where the sampled token will stand in the sequence; the noise of the draw is keyed by it."""
+        return self.start + self.length
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """What one step computes: decode rows first, then prefill rows."""
+
+    rows: list[Row]
+
+    @property
+    def tokens(self) -> int:
+        return sum(row.length for row in self.rows)
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What the sampling rows of a step drew, in their order in the plan."""
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs | None]
+    """One entry a sampling row; None where the row asked for none."""
+
+
+class Ticket(Protocol):
+    """A launched step."""
+
+    def wait(self) -> StepResult:
+        """Block until the step's ids are on the host. Raises what the step raised."""
+        ...
+
+
+@dataclass(frozen=True)
+class ExecutorInfo:
+    """What the executor has loaded and sized."""
+
+    architecture: str
+    dtype: str
+    parameters: int
+    vocab_size: int
+    max_context: int
+    device: str
+    device_arch: str
+    pages: int
+    kernels: list[Kernel]
+
+
+class Executor(Protocol):
+    """Runs steps in the order of their launch.
+
+    `launch` returns at once. The next step may be launched while this one runs; its decode rows read the ids that this one sampled.
+    A page that an earlier launched step writes may be reused by a later one: order keeps them apart.
+    """
+
+    info: ExecutorInfo
+
+    def launch(self, plan: StepPlan) -> Ticket:
+        """Start a step. The plan has been read when this returns: its lists may change afterwards."""
+        ...
+
+    def close(self) -> None:
+        """Let launched steps end and free what the executor holds."""
+        ...

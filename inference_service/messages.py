@@ -1,0 +1,150 @@
+"""What crosses between the front end and the engine: msgpack frames over a ZeroMQ socket. Both sides import this and nothing of each other.
+
+Times are nanoseconds of CLOCK_MONOTONIC, which all processes of a machine share.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Frame(msgspec.Struct, frozen=True, array_like=True):
+    """The base of all messages: positional on the wire, so new fields go last."""
+
+
+# --- front end to engine ---
+
+
+class Sampling(Frame):
+    """How a request's tokens are drawn; every default is resolved."""
+
+    temperature: float
+    """0 is greedy."""
+    top_k: int
+    """0 keeps all."""
+    top_p: float
+    min_p: float
+    seed: int
+    """64 bits; noise depends on (seed, choice, position) alone."""
+
+
+class Submit(Frame, tag="submit"):
+    """Starts a request. The front end has validated it: it fits the context and, alone, the KV cache."""
+
+    key: int
+    """Unique within the front end's life."""
+    token_ids: list[int]
+    """The prompt; at least one token."""
+    sampling: Sampling
+    max_tokens: int
+    min_tokens: int
+    stop_token_ids: list[int]
+    """End-of-sequence tokens included, unless ignored."""
+    logprobs: int
+    """Alternatives to give for each token; -1: no log-probabilities at all."""
+    arrival_ns: int
+    deadline_ns: int
+    """0: none."""
+
+
+class Abort(Frame, tag="abort"):
+    """Ends requests without a further word about them."""
+
+    keys: list[int]
+
+
+class Hello(Frame, tag="hello"):
+    """The first frame of a front end: from now on the engine knows where to send."""
+
+
+ToEngine = Submit | Abort | Hello
+
+
+# --- engine to front end ---
+
+
+class TokenLogprobs(Frame):
+    """Log-probabilities at one position: of the token itself, and of the most probable ones, best first."""
+
+    chosen: float
+    top_ids: list[int]
+    top: list[float]
+
+
+class Finish(Frame):
+    """Why a request ended: "stop", "length" or "deadline"."""
+
+    reason: str
+    stop_token_id: int = -1
+    """The token that ended it, with "stop"."""
+    preemptions: int = 0
+
+
+class Output(Frame):
+    """What one step made for one request."""
+
+    key: int
+    token_ids: list[int]
+    """New ids; a stop token is left out (Finish has it). Empty after a prefill chunk that was not the last."""
+    logprobs: list[TokenLogprobs] | None = None
+    scheduled_ns: int = 0
+    """When the request was first put into a step; set in its first output only."""
+    cached_tokens: int = 0
+    """Prompt tokens found in the prefix cache; set with scheduled_ns."""
+    finish: Finish | None = None
+
+
+class Load(Frame):
+    """How busy the engine is."""
+
+    running: int
+    waiting: int
+    pages_used: int
+    pages_cached: int
+
+
+class Kernel(Frame):
+    """The kernel chosen for an operator, and why."""
+
+    operator: str
+    backend: str
+    reason: str
+
+
+class Ready(Frame, tag="ready"):
+    """The engine has loaded its model and made a first token."""
+
+    architecture: str
+    dtype: str
+    parameters: int
+    vocab_size: int
+    max_context: int
+    device: str
+    device_arch: str
+    page_size: int
+    pages: int
+    kernels: list[Kernel]
+
+
+class Progress(Frame, tag="progress"):
+    """Where the engine's start has got to; shown to the operator, and a sign of life."""
+
+    what: str
+
+
+class Failed(Frame, tag="failed"):
+    """The engine cannot start or go on; its process ends after this."""
+
+    error: str
+
+
+class Step(Frame, tag="step"):
+    """The outputs of one step. A frame without outputs is a heartbeat."""
+
+    time_ns: int
+    """When the step's token ids had reached the host."""
+    outputs: list[Output]
+    load: Load
+
+
+ToFrontEnd = Ready | Progress | Failed | Step
