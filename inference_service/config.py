@@ -27,7 +27,7 @@ class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """A part of the tree: immutable, and strict about its keys."""
 
 
-class Model(Section):
+class Model(Section, frozen=True):
     """Which model, and in which form."""
 
     path: str = "smollm2-135m-instruct"
@@ -45,7 +45,7 @@ class Model(Section):
     """Most tokens that prompt and answer may have together. 0: what the checkpoint declares."""
 
 
-class Device(Section):
+class Device(Section, frozen=True):
     """Where the model runs."""
 
     kind: Literal["auto", "cpu", "cuda"] = "auto"
@@ -55,7 +55,7 @@ class Device(Section):
     """Threads that compute on a CPU. 0: one a core."""
 
 
-class Batch(Section):
+class Batch(Section, frozen=True):
     """How large a step may be."""
 
     max_requests: Count = 32
@@ -65,8 +65,18 @@ class Batch(Section):
     max_prefill_tokens: CountOrAuto = 0
     """Prefill tokens in a step that also decodes, so that decodes keep their pace. 0: a quarter of max_step_tokens."""
 
+    @property
+    def step_tokens(self) -> int:
+        """max_step_tokens, raised where needed so that every running request can decode in one step."""
+        return max(self.max_step_tokens, self.max_requests)
 
-class Cache(Section):
+    @property
+    def prefill_tokens(self) -> int:
+        """max_prefill_tokens, derived where it is 0."""
+        return self.max_prefill_tokens or max(1, self.max_step_tokens // 4)
+
+
+class Cache(Section, frozen=True):
     """The paged KV cache."""
 
     page_size: Count = 16
@@ -79,7 +89,7 @@ class Cache(Section):
     """Keeps pages of finished requests and shares them with requests of the same beginning."""
 
 
-class Kernels(Section):
+class Kernels(Section, frozen=True):
     """The backend to force for an operator; auto: what is measured fastest, else the support table's first."""
 
     attention: str = "auto"
@@ -90,7 +100,7 @@ class Kernels(Section):
     sampling: str = "auto"
 
 
-class Server(Section):
+class Server(Section, frozen=True):
     """The gRPC server."""
 
     host: str = "127.0.0.1"
@@ -110,7 +120,7 @@ class Server(Section):
     """An engine that has not been heard of for so long is lost."""
 
 
-class Telemetry(Section):
+class Telemetry(Section, frozen=True):
     """Where traces go."""
 
     traces: bool = True
@@ -120,7 +130,7 @@ class Telemetry(Section):
     """An OTLP gRPC receiver, such as http://127.0.0.1:4317. Empty: OTEL_EXPORTER_OTLP_ENDPOINT, else the file."""
 
 
-class Workload(Section):
+class Workload(Section, frozen=True):
     """What the load generator's requests look like."""
 
     input_tokens: Count = 128
@@ -128,7 +138,7 @@ class Workload(Section):
     temperature: Annotated[float, Meta(ge=0)] = 0.0
 
 
-class Loadtest(Section):
+class Loadtest(Section, frozen=True):
     """The load test."""
 
     target: str = "grpc://127.0.0.1:50051"
@@ -138,9 +148,13 @@ class Loadtest(Section):
     seed: int = 0
     timeout_s: Annotated[float, Meta(gt=0)] = 120.0
     """Deadline of each request."""
+    trace_file: str = "loadgen-traces.jsonl"
+    """JSON lines, one client span a request; used where no OTLP endpoint is set."""
+    json_file: str = ""
+    """Where the summary goes as JSON. Empty: to the terminal alone, as a table."""
 
 
-class Config(Section):
+class Config(Section, frozen=True):
     """The whole file."""
 
     model: Model = Model()

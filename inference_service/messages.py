@@ -7,15 +7,28 @@ from __future__ import annotations
 
 import msgspec
 
+from inference_service.config import Config
+
 
 class Frame(msgspec.Struct, frozen=True, array_like=True):
     """The base of all messages: positional on the wire, so new fields go last."""
 
 
+class EngineStart(msgspec.Struct, frozen=True):
+    """What the engine's process is given on its standard input, as JSON."""
+
+    config: Config
+    model_dir: str
+    address: str
+    """Where the engine binds its ZeroMQ socket; front ends connect to it."""
+    vocab_size: int
+    """The tokenizer's; used by the echo engine alone."""
+
+
 # --- front end to engine ---
 
 
-class Sampling(Frame):
+class Sampling(Frame, frozen=True):
     """How a request's tokens are drawn; every default is resolved."""
 
     temperature: float
@@ -28,7 +41,7 @@ class Sampling(Frame):
     """64 bits; noise depends on (seed, choice, position) alone."""
 
 
-class Submit(Frame, tag="submit"):
+class Submit(Frame, frozen=True, tag="submit"):
     """Starts a request. The front end has validated it: it fits the context and, alone, the KV cache."""
 
     key: int
@@ -47,13 +60,13 @@ class Submit(Frame, tag="submit"):
     """0: none."""
 
 
-class Abort(Frame, tag="abort"):
+class Abort(Frame, frozen=True, tag="abort"):
     """Ends requests without a further word about them."""
 
     keys: list[int]
 
 
-class Hello(Frame, tag="hello"):
+class Hello(Frame, frozen=True, tag="hello"):
     """The first frame of a front end: from now on the engine knows where to send."""
 
 
@@ -63,7 +76,7 @@ ToEngine = Submit | Abort | Hello
 # --- engine to front end ---
 
 
-class TokenLogprobs(Frame):
+class TokenLogprobs(Frame, frozen=True):
     """Log-probabilities at one position: of the token itself, and of the most probable ones, best first."""
 
     chosen: float
@@ -71,8 +84,8 @@ class TokenLogprobs(Frame):
     top: list[float]
 
 
-class Finish(Frame):
-    """Why a request ended: "stop", "length" or "deadline"."""
+class Finish(Frame, frozen=True):
+    """Why a request ended: "stop", "length" or "deadline"; the front end adds "abort"."""
 
     reason: str
     stop_token_id: int = -1
@@ -80,7 +93,7 @@ class Finish(Frame):
     preemptions: int = 0
 
 
-class Output(Frame):
+class Output(Frame, frozen=True):
     """What one step made for one request."""
 
     key: int
@@ -94,7 +107,7 @@ class Output(Frame):
     finish: Finish | None = None
 
 
-class Load(Frame):
+class Load(Frame, frozen=True):
     """How busy the engine is."""
 
     running: int
@@ -103,7 +116,7 @@ class Load(Frame):
     pages_cached: int
 
 
-class Kernel(Frame):
+class Kernel(Frame, frozen=True):
     """The kernel chosen for an operator, and why."""
 
     operator: str
@@ -111,7 +124,7 @@ class Kernel(Frame):
     reason: str
 
 
-class Ready(Frame, tag="ready"):
+class Ready(Frame, frozen=True, tag="ready"):
     """The engine has loaded its model and made a first token."""
 
     architecture: str
@@ -126,19 +139,19 @@ class Ready(Frame, tag="ready"):
     kernels: list[Kernel]
 
 
-class Progress(Frame, tag="progress"):
+class Progress(Frame, frozen=True, tag="progress"):
     """Where the engine's start has got to; shown to the operator, and a sign of life."""
 
     what: str
 
 
-class Failed(Frame, tag="failed"):
+class Failed(Frame, frozen=True, tag="failed"):
     """The engine cannot start or go on; its process ends after this."""
 
     error: str
 
 
-class Step(Frame, tag="step"):
+class Step(Frame, frozen=True, tag="step"):
     """The outputs of one step. A frame without outputs is a heartbeat."""
 
     time_ns: int

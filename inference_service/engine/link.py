@@ -19,7 +19,7 @@ class FrontEnds:
         self._socket.set(zmq.SNDHWM, 0)
         self._socket.set(zmq.RCVHWM, 0)
         self._socket.set(zmq.LINGER, 1000)
-        self._socket.connect(address)
+        self._socket.bind(address)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
         self._ready: Ready | None = None

@@ -15,20 +15,9 @@ from inference_service.engine.link import FrontEnds
 from inference_service.engine.loop import EngineLoop
 from inference_service.engine.scheduler import Scheduler
 from inference_service.engine.step import Executor, Row, StepPlan
-from inference_service.messages import Failed, Progress, Ready, Sampling
+from inference_service.messages import EngineStart, Failed, Progress, Ready, Sampling
 
 log = logging.getLogger(__name__)
-
-
-class EngineStart(msgspec.Struct, frozen=True):
-    """What the front end hands over."""
-
-    config: Config
-    model_dir: str
-    address: str
-    """Of the ZeroMQ socket; the front end has bound it."""
-    vocab_size: int
-    """The tokenizer's; used by the echo engine alone."""
 
 
 def main() -> None:

@@ -32,8 +32,8 @@ class Scheduler:
     """Owns the requests: `waiting` in order of arrival, `running` in order of admission."""
 
     def __init__(self, batch: Batch, pages: KvPages) -> None:
-        self.max_step_tokens = max(batch.max_step_tokens, batch.max_requests)
-        self.max_prefill_tokens = batch.max_prefill_tokens or max(1, batch.max_step_tokens // 4)
+        self.max_step_tokens = batch.step_tokens
+        self.max_prefill_tokens = batch.prefill_tokens
         self.pages = pages
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []

@@ -1,0 +1,101 @@
+"""The command line: serve, generate, check, fetch, traces."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+
+from inference_service import __version__
+from inference_service.config import Config, ConfigError, load_config
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run a command. Errors that a person can mend end with one line and status 1, wrong usage with status 2."""
+    args = _parser().parse_args(argv)
+    try:
+        args.run(args)
+    except (ConfigError, RuntimeError, ValueError, OSError) as error:
+        sys.exit(f"inference-service {args.command}: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="inference-service", description="Generate text over gRPC: serve a model, ask it, look at its traces.")
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    configured = argparse.ArgumentParser(add_help=False)
+    configured.add_argument("--config", metavar="FILE", help="YAML file; without it, the defaults")
+    configured.add_argument("--set", metavar="SECTION.KEY=VALUE", action="append", default=[], help="override a value; may be repeated")
+
+    serve = commands.add_parser("serve", parents=[configured], help="serve the model until SIGTERM or SIGINT, then drain")
+    serve.set_defaults(run=_serve)
+
+    generate = commands.add_parser("generate", help="stream one answer from a running server to the terminal")
+    generate.add_argument("prompt", help="what to say to the model, as one chat message of the user")
+    generate.add_argument("--target", default="127.0.0.1:50051", metavar="HOST:PORT")
+    generate.add_argument("--raw", action="store_true", help="continue the prompt as plain text, without the chat template")
+    generate.add_argument("--system", default="", help="a system message before the prompt")
+    generate.add_argument("--max-tokens", type=int, default=256)
+    generate.add_argument("--temperature", type=float, default=0.0)
+    generate.add_argument("--seed", type=int)
+    generate.add_argument("--timeout", type=float, default=120.0, metavar="SECONDS")
+    generate.set_defaults(run=_generate)
+
+    check = commands.add_parser("check", parents=[configured], help="show the configuration with what is derived, and the kernels chosen")
+    check.set_defaults(run=_check)
+
+    fetch = commands.add_parser("fetch", help="bring a model into the cache and print its directory")
+    fetch.add_argument("model", nargs="?", default=Config().model.path, help="a known name or a hub id (default: %(default)s)")
+    fetch.set_defaults(run=_fetch)
+
+    traces = commands.add_parser("traces", help="summarise trace files: TTFT by percentile, the slowest requests as waterfalls")
+    traces.add_argument("files", nargs="*", default=[Config().telemetry.trace_file], metavar="FILE")
+    traces.add_argument("--slowest", type=int, default=5, metavar="N", help="how many waterfalls (default: %(default)s)")
+    traces.set_defaults(run=_traces)
+    return parser
+
+
+def _serve(args: argparse.Namespace) -> None:
+    from inference_service.rpc.server import serve
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s server %(levelname)s %(message)s")
+    serve(load_config(args.config, args.set))
+
+
+def _generate(args: argparse.Namespace) -> None:
+    from inference_service.client import Client
+
+    messages = [{"role": "system", "content": args.system}] if args.system else []
+    prompt = args.prompt if args.raw else [*messages, {"role": "user", "content": args.prompt}]
+    seed = {} if args.seed is None else {"seed": args.seed}
+    with Client(args.target) as client:
+        for event in client.generate(prompt, max_tokens=args.max_tokens, temperature=args.temperature, timeout=args.timeout, **seed):
+            if event.HasField("delta"):
+                print(event.delta.text, end="", flush=True)
+    print()
+
+
+def _check(args: argparse.Namespace) -> None:
+    from inference_service.check import print_check
+
+    print_check(load_config(args.config, args.set))
+
+
+def _fetch(args: argparse.Namespace) -> None:
+    from inference_service.fetch import resolve_model
+
+    print(resolve_model(args.model))
+
+
+def _traces(args: argparse.Namespace) -> None:
+    from inference_service.telemetry.summary import print_traces
+
+    print_traces(args.files, slowest=args.slowest)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Runs steps on the device: fixed input buffers, the forward, the sampler."""

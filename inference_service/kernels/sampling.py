@@ -1,0 +1,114 @@
+"""Drawing tokens: temperature, top-k, top-p, min-p, then Gumbel-max with noise that a counter makes.
+
+The noise of a token is a hash of (seed, choice, position, token id), so a draw is the same on any device and in any batch.
+Shapes: R rows, X rows that draw at random, F of these with a filter, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Draws:
+    """How the rows of a step draw. The fields X hold one value a random row, in the rows' order; all other rows are greedy."""
+
+    random_X: Tensor
+    """Which rows draw at random."""
+    filtered_F: Tensor
+    """Which of the random rows have a filter (indices into X)."""
+    top_k_limit: int
+    """The largest top_k of the filtered rows; 0 where one of them has none."""
+    temperature_X: Tensor
+    """float32, above 0."""
+    top_k_X: Tensor
+    """int64; 0 keeps all."""
+    top_p_X: Tensor
+    min_p_X: Tensor
+    seed_X: Tensor
+    """int64, all 64 bits of it."""
+    position_X: Tensor
+    """Where the drawn token will stand in its sequence."""
+
+
+class Sampling(Protocol):
+    """Draws a token a row."""
+
+    def __call__(self, logits_RV: Tensor, draws: Draws) -> Tensor:
+        """The drawn ids_R, int64. A logit of -inf is never drawn."""
+        ...
+
+
+class TorchSampling:
+    """Plain tensor operations; a step of greedy rows is one argmax."""
+
+    def __call__(self, logits_RV: Tensor, draws: Draws) -> Tensor:
+        ids_R = logits_RV.argmax(dim=-1)
+        if len(draws.random_X):
+            logits_XV = logits_RV[draws.random_X].float()
+            # Relative to the best: no temperature, however small, can overflow.
+            logits_XV = (logits_XV - logits_XV.amax(dim=-1, keepdim=True)) / draws.temperature_X.unsqueeze(1)
+            if len(draws.filtered_F):
+                logits_XV[draws.filtered_F] = _filter(logits_XV[draws.filtered_F], draws)
+            noise_XV = gumbel(draws.seed_X, draws.position_X, logits_XV.shape[-1])
+            ids_R[draws.random_X] = noise_XV.add_(logits_XV).argmax(dim=-1)
+        return ids_R
+
+
+def _filter(logits_FV: Tensor, draws: Draws) -> Tensor:
+    """-inf for what top-k, top-p and min-p remove, each judging what the one before it left.
+
+    Each filter keeps a beginning of the sorted row, so that together they are one threshold a row; equal logits share their fate.
+    """
+    top_k, top_p, min_p = (values[draws.filtered_F].unsqueeze(1) for values in (draws.top_k_X, draws.top_p_X, draws.min_p_X))
+    vocabulary = logits_FV.shape[-1]
+    best_FC = logits_FV.topk(min(draws.top_k_limit or vocabulary, vocabulary), dim=-1).values
+    rank_C = torch.arange(best_FC.shape[-1], device=logits_FV.device)
+    best_FC = best_FC.masked_fill((rank_C >= top_k) & (top_k > 0), float("-inf"))
+    probability_FC = torch.softmax(best_FC, dim=-1, dtype=torch.float64)
+    before_FC = probability_FC.cumsum(dim=-1) - probability_FC
+    keeps_FC = ((before_FC < top_p) | (top_p >= 1)) & (probability_FC >= min_p * probability_FC[:, :1]) & (best_FC > float("-inf"))
+    keeps_FC[:, 0] = True
+    threshold_F1 = best_FC.gather(1, keeps_FC.sum(dim=-1, keepdim=True) - 1)
+    return logits_FV.masked_fill(logits_FV < threshold_F1, float("-inf"))
+
+
+def gumbel(seed_X: Tensor, position_X: Tensor, vocabulary: int, choice: int = 0) -> Tensor:
+    """Standard Gumbel noise_XV in float32, a pure function of (seed, choice, position, token id)."""
+    low_X, high_X = _words(seed_X)
+    first_X, second_X = _words(position_X)
+    words = (low_X, high_X, torch.full_like(low_X, choice), first_X, second_X)
+    # Two 32-bit keys a row: rows of one key in common still differ in all their noise.
+    keys = [torch.full_like(low_X, start) for start in (0x243F6A88, 0x13198A2E)]
+    for word in words:
+        keys = [_mix(key ^ word).add_(0x3707344A) for key in keys]
+    bits_XV = torch.arange(vocabulary, dtype=torch.int32, device=seed_X.device) ^ keys[0].unsqueeze(1)
+    bits_XV = _mix(_mix(bits_XV) ^ keys[1].unsqueeze(1))
+    # Uniform in (0, 1) from 32 bits, half a step off the ends. Float32 keeps what is near 0 exact, and that end, as an exponential
+    # variable -log(1 - u), makes the large noise that wins draws; only the other end is rounded, and kept from reaching 1.
+    uniform_XV = bits_XV.to(torch.float32).mul_(2.0**-32)
+    uniform_XV += (uniform_XV < 0).to(torch.float32)
+    uniform_XV.add_(2.0**-33).clamp_(max=1 - 2.0**-24)
+    return torch.log1p(uniform_XV.neg_()).neg_().log_().neg_()
+
+
+def _words(values: Tensor) -> tuple[Tensor, Tensor]:
+    """The low and high halves of int64 values, as int32."""
+    low, high = values.contiguous().view(torch.int32).view(-1, 2).unbind(1)
+    return low, high
+
+
+def _mix(bits: Tensor) -> Tensor:
+    """MurmurHash3's 32-bit finalizer, in place: each input bit flips each output bit with probability one half."""
+    bits.bitwise_xor_(_shift(bits, 16)).mul_(-0x7A143595)
+    bits.bitwise_xor_(_shift(bits, 13)).mul_(-0x3D4D51CB)
+    return bits.bitwise_xor_(_shift(bits, 16))
+
+
+def _shift(bits: Tensor, by: int) -> Tensor:
+    """A logical right shift; int32's own repeats the sign."""
+    return bits.bitwise_right_shift(by).bitwise_and_((1 << (32 - by)) - 1)

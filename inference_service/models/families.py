@@ -1,0 +1,30 @@
+"""Which families are served, by the architecture that config.json names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from inference_service.models import llama, qwen3_moe
+from inference_service.models.config import ModelConfig, ModelError, read_json
+from inference_service.models.decoder import Decoder
+from inference_service.models.layers import Build
+
+FAMILIES = {"LlamaForCausalLM": llama, "Qwen3MoeForCausalLM": qwen3_moe}
+
+
+def read_config(model_dir: Path) -> ModelConfig:
+    """The shape of the model in a directory. Raises ModelError, which names the file and the field."""
+    raw = read_json(model_dir)
+    path = model_dir / "config.json"
+    architecture = next(iter(raw.get("architectures") or ["none"]))
+    if architecture not in FAMILIES:
+        raise ModelError(f"{path}: architecture {architecture!r} is not supported; supported are {', '.join(FAMILIES)}")
+    try:
+        return FAMILIES[architecture].parse(raw)
+    except ModelError as error:
+        raise ModelError(f"{path}: {error}") from None
+
+
+def make_model(build: Build, config: ModelConfig) -> Decoder:
+    """The model, its weights uninitialized."""
+    return FAMILIES[config.architecture].make(build, config)

@@ -1,0 +1,69 @@
+"""Errors as clients see them: a canonical status with google.rpc details."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import grpc
+from google.protobuf.any_pb2 import Any
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2, status_pb2
+
+DOMAIN = "inference.v1"
+
+
+class RpcError(Exception):
+    """Ends a call with a status.
+
+    `reason` is a constant in UPPER_SNAKE_CASE that programs may compare, `field` the path of the field at fault, and `retry_s` when to try
+    again, where that can help.
+    """
+
+    def __init__(self, code: grpc.StatusCode, reason: str, message: str, *, field: str = "", retry_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.code = code
+        self.reason = reason
+        self.message = message
+        self.field = field
+        self.retry_s = retry_s
+
+    def trailing_metadata(self) -> tuple[tuple[str, str | bytes], ...]:
+        """The details, and for old clients the pushback that gRPC's own retries obey."""
+        details: list[Message] = [error_details_pb2.ErrorInfo(reason=self.reason, domain=DOMAIN)]
+        if self.field:
+            violation = error_details_pb2.BadRequest.FieldViolation(field=self.field, description=self.message, reason=self.reason)
+            details.append(error_details_pb2.BadRequest(field_violations=[violation]))
+        trailers: list[tuple[str, str | bytes]] = []
+        if self.retry_s:
+            milliseconds = round(self.retry_s * 1000)
+            delay = Duration()
+            delay.FromMilliseconds(milliseconds)
+            details.append(error_details_pb2.RetryInfo(retry_delay=delay))
+            trailers.append(("grpc-retry-pushback-ms", str(milliseconds)))
+        status = status_pb2.Status(code=self.code.value[0], message=self.message)
+        for detail in details:
+            packed = Any()
+            packed.Pack(detail)
+            status.details.append(packed)
+        return (("grpc-status-details-bin", status.SerializeToString()), *trailers)
+
+    async def abort(self, context: grpc.aio.ServicerContext) -> NoReturn:
+        """End the call. Raises grpc's own AbortError."""
+        await context.abort(self.code, self.message, self.trailing_metadata())
+        raise AssertionError("abort returns never")
+
+
+def invalid(field: str, message: str) -> RpcError:
+    """INVALID_ARGUMENT; the message says what `field` must be."""
+    return RpcError(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD", f"{field}: {message}", field=field)
+
+
+def unimplemented(field: str) -> RpcError:
+    """UNIMPLEMENTED: the API has the field, this version has not what it asks for."""
+    return RpcError(grpc.StatusCode.UNIMPLEMENTED, "NOT_IMPLEMENTED", f"{field}: not implemented yet", field=field)
+
+
+def unavailable(reason: str, message: str, retry_s: float = 0.0) -> RpcError:
+    """UNAVAILABLE: another server may well answer."""
+    return RpcError(grpc.StatusCode.UNAVAILABLE, reason, message, retry_s=retry_s)

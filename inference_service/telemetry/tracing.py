@@ -1,0 +1,308 @@
+"""Spans of requests, made by hand, with their times given: the server's and the load generator's.
+
+A process makes one `Tracing` and shuts it down at its end:
+
+    tracing = Tracing(config.telemetry, names.SERVER_SERVICE)      # or names.LOADGEN_SERVICE
+    ...
+    tracing.shutdown()                                             # writes what is left
+
+The server keeps what the caller sent when a request arrives, and writes all its spans at once when it has ended:
+
+    trace = tracing.request(context.invocation_metadata(), arrival_ns)
+    trace.end("OK", end_ns=..., admitted=True, scheduled_ns=..., first_token_ns=..., last_token_ns=..., request_id=..., ...)
+
+A client sends `span.traceparent` in the metadata (or HTTP header) `traceparent`; it is "" when the request is not traced:
+
+    span = tracing.client_span(start_ns)
+    metadata = span.metadata                                       # (("traceparent", ...),), or () when not traced
+    span.end("OK", end_ns=..., first_token_ns=..., last_token_ns=..., prompt_tokens=..., completion_tokens=..., request_id=..., model=...)
+
+All times are `time.monotonic_ns()` readings; 0 means "never got there". Codes are names of gRPC codes ("OK", "CANCELLED"); a client of
+another protocol may give what names its errors there. A code other than OK makes the span an ERROR with that code as `error.type`:
+cancelled requests too, since they were not served to the end; they are told from failures by their code. `end` counts once; what
+follows is ignored. Without `telemetry.traces` every method returns at once.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from opentelemetry.context import Context
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
+from opentelemetry.sdk.trace.id_generator import IdGenerator
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, set_span_in_context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from inference_service.config import Telemetry
+from inference_service.messages import Sampling
+from inference_service.telemetry import names
+from inference_service.telemetry.clock import to_unix_ns
+from inference_service.telemetry.exporter import JsonLinesExporter
+
+Metadata = Iterable[tuple[str, str | bytes]]
+
+GRPC_CODES = {
+    name: number
+    for number, name in enumerate(
+        "OK CANCELLED UNKNOWN INVALID_ARGUMENT DEADLINE_EXCEEDED NOT_FOUND ALREADY_EXISTS PERMISSION_DENIED RESOURCE_EXHAUSTED "
+        "FAILED_PRECONDITION ABORTED OUT_OF_RANGE UNIMPLEMENTED INTERNAL UNAVAILABLE DATA_LOSS UNAUTHENTICATED".split()
+    )
+}
+_PROPAGATOR = TraceContextTextMapPropagator()
+_EXPORT_TIMEOUT_S = 3
+"""Short, since a receiver that is away must not hold up the end of the process."""
+
+
+class Tracing:
+    """Makes the spans of one process and exports them in the background: to OTLP gRPC where an endpoint is set, else to a file.
+
+    `exporter` replaces both, for tests.
+    """
+
+    def __init__(self, config: Telemetry, service: str, exporter: SpanExporter | None = None) -> None:
+        self._provider: TracerProvider | None = None
+        self._tracer: Tracer | None = None
+        if not config.traces:
+            return
+        self._provider = TracerProvider(
+            resource=Resource.create({names.SERVICE_NAME: service}), id_generator=_Ids(), shutdown_on_exit=False
+        )
+        processor = BatchSpanProcessor(exporter or _exporter(config), max_queue_size=16384, schedule_delay_millis=1000)
+        self._provider.add_span_processor(processor)
+        self._tracer = self._provider.get_tracer("inference_service")
+
+    @property
+    def enabled(self) -> bool:
+        return self._tracer is not None
+
+    def request(self, metadata: Metadata | None, arrival_ns: int) -> RequestTrace:
+        """Begin a server's trace. `metadata` is the call's; without a valid `traceparent` in it the trace is a new one."""
+        if self._tracer is None:
+            return RequestTrace(None, None, arrival_ns)
+        carrier = {key: value for key, value in metadata or () if key in ("traceparent", "tracestate") and isinstance(value, str)}
+        parent = _PROPAGATOR.extract(carrier, Context()) if carrier else Context()
+        return RequestTrace(self._tracer, parent, arrival_ns)
+
+    def client_span(self, start_ns: int, name: str = names.GENERATE_SPAN) -> ClientSpan:
+        """Begin a client's span, and a new trace with it."""
+        if self._tracer is None:
+            return ClientSpan(None, start_ns, name)
+        span = self._tracer.start_span(name, Context(), SpanKind.CLIENT, start_time=to_unix_ns(start_ns))
+        return ClientSpan(span, start_ns, name)
+
+    def flush(self) -> None:
+        """Export what has ended so far; blocks."""
+        if self._provider is not None:
+            self._provider.force_flush()
+
+    def shutdown(self) -> None:
+        """Export what is left, within a few seconds, and stop."""
+        if self._provider is not None:
+            self._provider.shutdown()
+
+
+class RequestTrace:
+    """A request's trace at the server, from arrival to end."""
+
+    __slots__ = ("_arrival_ns", "_parent", "_tracer")
+
+    def __init__(self, tracer: Tracer | None, parent: Context | None, arrival_ns: int) -> None:
+        self._tracer = tracer
+        self._parent = parent
+        self._arrival_ns = arrival_ns
+
+    def end(
+        self,
+        code: str,
+        *,
+        end_ns: int,
+        message: str = "",
+        admitted: bool = False,
+        scheduled_ns: int = 0,
+        first_token_ns: int = 0,
+        last_token_ns: int = 0,
+        request_id: str = "",
+        model: str = "",
+        sampling: Sampling | None = None,
+        max_tokens: int = 0,
+        prompt_tokens: int = 0,
+        cached_tokens: int = 0,
+        completion_tokens: int = 0,
+        finish_reason: str = "",
+        preemptions: int = 0,
+    ) -> None:
+        """Write the server span and its children, as far as the request got.
+
+        `queue` is [arrival, scheduled], where the request was admitted to the queue; `prefill` is [scheduled, first token], `decode`
+        [first token, last token]. With `first_token_ns` when the first token was streamed, queue + prefill is the server's TTFT to the
+        nanosecond. A child that the request did not get through ends with it.
+        """
+        tracer, self._tracer = self._tracer, None
+        if tracer is None:
+            return
+        arrival_ns = self._arrival_ns
+        if first_token_ns:
+            scheduled_ns = scheduled_ns or arrival_ns
+            last_token_ns = max(last_token_ns, first_token_ns)
+        attributes = {
+            **_call_attributes(names.GENERATE_SPAN, code),
+            **_sampling_attributes(sampling, max_tokens),
+            **_usage_attributes(request_id, model, prompt_tokens, completion_tokens),
+            **_latency_attributes(arrival_ns, first_token_ns, last_token_ns, end_ns, completion_tokens),
+            names.CACHED_TOKENS: cached_tokens,
+            names.PREEMPTIONS: preemptions,
+        }
+        if finish_reason:
+            attributes[names.FINISH_REASONS] = [finish_reason]
+        if scheduled_ns:
+            attributes[names.TIME_IN_QUEUE] = (scheduled_ns - arrival_ns) / 1e9
+        if first_token_ns:
+            attributes[names.TIME_IN_PREFILL] = (first_token_ns - scheduled_ns) / 1e9
+            attributes[names.TIME_IN_DECODE] = (last_token_ns - first_token_ns) / 1e9
+
+        span = tracer.start_span(names.GENERATE_SPAN, self._parent, SpanKind.SERVER, attributes, start_time=to_unix_ns(arrival_ns))
+        if first_token_ns:
+            span.add_event(names.FIRST_TOKEN_EVENT, timestamp=to_unix_ns(first_token_ns))
+        inside = set_span_in_context(span, Context())
+
+        def child(name: str, start_ns: int, stop_ns: int) -> None:
+            tracer.start_span(name, inside, start_time=to_unix_ns(start_ns)).end(to_unix_ns(stop_ns or end_ns))
+
+        if admitted or scheduled_ns:
+            child(names.QUEUE_SPAN, arrival_ns, scheduled_ns)
+        if scheduled_ns:
+            child(names.PREFILL_SPAN, scheduled_ns, first_token_ns)
+        if first_token_ns:
+            child(names.DECODE_SPAN, first_token_ns, last_token_ns)
+        _end(span, code, message, end_ns)
+
+
+class ClientSpan:
+    """A request as its client saw it."""
+
+    __slots__ = ("_name", "_span", "_start_ns", "traceparent")
+
+    traceparent: str
+    """The W3C header that makes the server's spans part of this trace; "" when not traced."""
+
+    def __init__(self, span: Span | None, start_ns: int, name: str) -> None:
+        self._span = span
+        self._start_ns = start_ns
+        self._name = name
+        self.traceparent = ""
+        if span is not None:
+            carrier: dict[str, str] = {}
+            _PROPAGATOR.inject(carrier, set_span_in_context(span, Context()))
+            self.traceparent = carrier.get("traceparent", "")
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """gRPC metadata that carries the traceparent; empty when not traced."""
+        return (("traceparent", self.traceparent),) if self.traceparent else ()
+
+    def end(
+        self,
+        code: str,
+        *,
+        end_ns: int,
+        message: str = "",
+        first_token_ns: int = 0,
+        last_token_ns: int = 0,
+        request_id: str = "",
+        model: str = "",
+        prompt_tokens: int = 0,
+        completion_tokens: int = 0,
+        attributes: Mapping[str, str | int | float | bool] | None = None,
+    ) -> None:
+        """Write the span. `first_token_ns` is when the first token that is not empty was received; `attributes` are further ones."""
+        span, self._span = self._span, None
+        if span is None:
+            return
+        span.set_attributes(
+            {
+                **_call_attributes(self._name, code),
+                **_usage_attributes(request_id, model, prompt_tokens, completion_tokens),
+                **_latency_attributes(self._start_ns, first_token_ns, last_token_ns, end_ns, completion_tokens),
+                **(attributes or {}),
+            }
+        )
+        if first_token_ns:
+            span.add_event(names.FIRST_TOKEN_EVENT, timestamp=to_unix_ns(first_token_ns))
+        _end(span, code, message, end_ns)
+
+
+class _Ids(IdGenerator):
+    """Ids from the operating system: a load test that seeds `random` must not repeat the ids of the one before it."""
+
+    def generate_span_id(self) -> int:
+        return secrets.randbits(64) or 1
+
+    def generate_trace_id(self) -> int:
+        return secrets.randbits(128) or 1
+
+
+def _exporter(config: Telemetry) -> SpanExporter:
+    from_environment = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT") or os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")
+    endpoint = config.otlp_endpoint or from_environment
+    if not endpoint:
+        return JsonLinesExporter(config.trace_file)
+    # Only now: the import costs a quarter of a second.
+    from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+
+    return OTLPSpanExporter(endpoint, insecure=not endpoint.startswith("https://"), timeout=_EXPORT_TIMEOUT_S)
+
+
+def _end(span: Span, code: str, message: str, end_ns: int) -> None:
+    if code != "OK":
+        span.set_status(Status(StatusCode.ERROR, message or code))
+    span.end(to_unix_ns(end_ns))
+
+
+def _call_attributes(method: str, code: str) -> dict[str, Any]:
+    attributes: dict[str, Any] = {names.RPC_METHOD: method, names.RPC_STATUS: code}
+    if code in GRPC_CODES:
+        attributes |= {names.RPC_SYSTEM: "grpc", names.RPC_GRPC_STATUS: GRPC_CODES[code]}
+    if code != "OK":
+        attributes[names.ERROR_TYPE] = code
+    return attributes
+
+
+def _sampling_attributes(sampling: Sampling | None, max_tokens: int) -> dict[str, Any]:
+    attributes: dict[str, Any] = {names.REQUEST_MAX_TOKENS: max_tokens} if max_tokens else {}
+    if sampling is not None:
+        attributes |= {
+            names.REQUEST_TEMPERATURE: sampling.temperature,
+            names.REQUEST_TOP_K: sampling.top_k,
+            names.REQUEST_TOP_P: sampling.top_p,
+            names.REQUEST_MIN_P: sampling.min_p,
+            names.REQUEST_SEED: str(sampling.seed),
+        }
+    return attributes
+
+
+def _usage_attributes(request_id: str, model: str, prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
+    attributes: dict[str, Any] = {
+        names.INPUT_TOKENS: prompt_tokens,
+        names.PROMPT_TOKENS: prompt_tokens,
+        names.OUTPUT_TOKENS: completion_tokens,
+        names.COMPLETION_TOKENS: completion_tokens,
+    }
+    if request_id:
+        attributes[names.REQUEST_ID] = request_id
+    if model:
+        attributes |= {names.REQUEST_MODEL: model, names.RESPONSE_MODEL: model}
+    return attributes
+
+
+def _latency_attributes(start_ns: int, first_ns: int, last_ns: int, end_ns: int, tokens: int) -> dict[str, Any]:
+    attributes: dict[str, Any] = {names.TIME_E2E: (end_ns - start_ns) / 1e9}
+    if first_ns:
+        attributes[names.TIME_TO_FIRST_TOKEN] = attributes[names.TIME_TO_FIRST_CHUNK] = (first_ns - start_ns) / 1e9
+        if tokens > 1 and last_ns > first_ns:
+            attributes[names.TIME_PER_OUTPUT_TOKEN] = (last_ns - first_ns) / (tokens - 1) / 1e9
+    return attributes

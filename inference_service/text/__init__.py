@@ -1,0 +1,1 @@
+"""Text in the front end: tokenizer, chat template, incremental detokenizing, stop strings."""
