@@ -64,7 +64,7 @@ def resolve_model(path: str) -> Path:
     directory = Path(path).expanduser()
     if directory.is_dir():
         if not (directory / "config.json").is_file():
-            raise ConfigError(f"model.path: {path} is not a Hugging Face directory: it has no config.json")
+            raise ConfigError(f"model.path: {path!r} is not a Hugging Face directory: it has no config.json")
         return directory
     if path in FETCHABLE:
         return fetch(path)

@@ -45,5 +45,5 @@ class TorchMoe:
         x_AC = x_TC[order_A // top_k]
         gate_AI, up_AI = F.grouped_mm(x_AC, gate_up.transpose(1, 2), offs=ends_E).chunk(2, dim=-1)
         y_AC = F.grouped_mm(F.silu(gate_AI).mul_(up_AI), down.transpose(1, 2), offs=ends_E)
-        y_TKC = torch.empty_like(y_AC).index_copy_(0, order_A, y_AC).unflatten(0, ids_TK.shape)
-        return (y_TKC * weights_TK.to(y_TKC.dtype).unsqueeze(-1)).sum(dim=1)
+        y_TKC = torch.empty_like(y_AC).index_copy_(0, order_A, y_AC).view(*ids_TK.shape, -1)
+        return y_TKC.mul_(weights_TK.to(y_TKC.dtype).unsqueeze(-1)).sum(dim=1)

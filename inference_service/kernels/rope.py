@@ -32,6 +32,6 @@ class TorchRope:
 
     def __call__(self, x_THD: Tensor, planned: Tensor) -> None:
         cos, sin = planned.unbind()
-        halves = x_THD.unflatten(-1, (2, -1))
+        halves = x_THD.view(*x_THD.shape[:-1], 2, -1)
         swapped = halves.flip(-2)
         halves.mul_(cos).addcmul_(swapped, sin)

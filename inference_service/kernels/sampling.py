@@ -22,7 +22,9 @@ class Draws:
     filtered_F: Tensor
     """Which of the random rows have a filter (indices into X)."""
     top_k_limit: int
-    """The largest top_k of the filtered rows; 0 where one of them has none."""
+    """The largest top_k of the filtered rows; 0 where none has one."""
+    any_top_p: bool
+    """Whether a filtered row has a top_p below 1."""
     temperature_X: Tensor
     """float32, above 0."""
     top_k_X: Tensor
@@ -60,21 +62,39 @@ class TorchSampling:
 
 
 def _filter(logits_FV: Tensor, draws: Draws) -> Tensor:
-    """-inf for what top-k, top-p and min-p remove, each judging what the one before it left.
+    """-inf for what top-k, top-p and min-p remove, each judging what the one before it left. The best logit of each row must be 0.
 
-    Each filter keeps a beginning of the sorted row, so that together they are one threshold a row; equal logits share their fate.
+    Each filter keeps what reaches a threshold, so that equal logits share their fate, and no row has to be sorted.
     """
     top_k, top_p, min_p = (values[draws.filtered_F].unsqueeze(1) for values in (draws.top_k_X, draws.top_p_X, draws.min_p_X))
     vocabulary = logits_FV.shape[-1]
-    best_FC = logits_FV.topk(min(draws.top_k_limit or vocabulary, vocabulary), dim=-1).values
-    rank_C = torch.arange(best_FC.shape[-1], device=logits_FV.device)
-    best_FC = best_FC.masked_fill((rank_C >= top_k) & (top_k > 0), float("-inf"))
-    probability_FC = torch.softmax(best_FC, dim=-1, dtype=torch.float64)
-    before_FC = probability_FC.cumsum(dim=-1) - probability_FC
-    keeps_FC = ((before_FC < top_p) | (top_p >= 1)) & (probability_FC >= min_p * probability_FC[:, :1]) & (best_FC > float("-inf"))
-    keeps_FC[:, 0] = True
-    threshold_F1 = best_FC.gather(1, keeps_FC.sum(dim=-1, keepdim=True) - 1)
-    return logits_FV.masked_fill(logits_FV < threshold_F1, float("-inf"))
+    if draws.top_k_limit:
+        best_FK = logits_FV.topk(min(draws.top_k_limit, vocabulary), dim=-1).values
+        threshold_F1 = best_FK.gather(1, top_k.clamp(1, best_FK.shape[-1]) - 1)
+        logits_FV = logits_FV.masked_fill((logits_FV < threshold_F1) & (top_k > 0), float("-inf"))
+    if draws.any_top_p:
+        logits_FV = logits_FV.masked_fill(~_nucleus(logits_FV, top_p) & (top_p < 1), float("-inf"))
+    return logits_FV.masked_fill(logits_FV < min_p.log(), float("-inf"))
+
+
+def _nucleus(logits_FV: Tensor, top_p_F1: Tensor) -> Tensor:
+    """Which tokens are among the fewest most probable ones that together reach top_p, found digit by digit, as a radix sort would.
+
+    Logits are at most 0, so the bits of their magnitudes, as integers, ascend while the probability descends.
+    """
+    key_FV = logits_FV.abs().view(torch.int32).long()
+    probability_FV = torch.softmax(logits_FV, dim=-1, dtype=torch.float64)
+    wanted_F1 = top_p_F1.double()
+    last_F1 = torch.zeros_like(wanted_F1, dtype=torch.int64)
+    for shift, bits in ((20, 11), (10, 10), (0, 10)):
+        digit_FV = (key_FV >> shift) & ((1 << bits) - 1)
+        rest_FV = torch.where(key_FV >> (shift + bits) == last_F1, probability_FV, 0.0)
+        reached_FD = rest_FV.new_zeros(len(rest_FV), 1 << bits).scatter_add_(1, digit_FV, rest_FV).cumsum(dim=-1)
+        # The first digit whose sum reaches what is wanted; the last one, where rounding leaves it just short.
+        digit_F1 = (reached_FD < wanted_F1).sum(dim=-1, keepdim=True).clamp_(max=(1 << bits) - 1)
+        wanted_F1 = wanted_F1 - torch.where(digit_F1 > 0, reached_FD.gather(1, (digit_F1 - 1).clamp_(min=0)), 0.0)
+        last_F1 = (last_F1 << bits) | digit_F1
+    return key_FV <= last_F1
 
 
 def gumbel(seed_X: Tensor, position_X: Tensor, vocabulary: int, choice: int = 0) -> Tensor:

@@ -1,1 +1,1 @@
-"""Decoder models: configuration, families, checkpoints. Nothing here is imported with the package, so that no one pays for torch unasked."""
+"""Decoder models: configuration, families, checkpoints. The package itself imports nothing: not all need torch."""

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from inference_service.models.config_json import ModelError
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-class ModelError(ValueError):
-    """The model cannot be served; the message names the file and the field."""
 
 
 @dataclass(frozen=True)
@@ -66,42 +62,28 @@ class ModelConfig:
     moe: MoeConfig | None = None
 
 
-def read_json(model_dir: Path) -> dict[str, Any]:
-    """config.json as it stands. Raises ModelError."""
-    path = model_dir / "config.json"
-    try:
-        raw = json.loads(path.read_text())
-    except OSError as error:
-        raise ModelError(f"{path}: {error.strerror}") from None
-    except ValueError as error:
-        raise ModelError(f"{path}: not JSON: {error}") from None
-    if not isinstance(raw, dict):
-        raise ModelError(f"{path}: must hold an object")
-    return raw
-
-
 def common_fields(raw: dict[str, Any]) -> dict[str, Any]:
     """The fields of ModelConfig that all families share. Raises ModelError, which names the field."""
     _refuse(raw)
-    heads = _integer(raw, "num_attention_heads")
-    hidden_size = _integer(raw, "hidden_size")
+    heads = integer(raw, "num_attention_heads")
+    hidden_size = integer(raw, "hidden_size")
     dtype = raw.get("dtype") or raw.get("torch_dtype") or "float32"
     if dtype not in DTYPES:
         raise ModelError(f"dtype {dtype!r} is not supported; supported are {', '.join(DTYPES)}")
-    kv_heads = _integer(raw, "num_key_value_heads", heads)
+    kv_heads = integer(raw, "num_key_value_heads", heads)
     if heads % kv_heads:
         raise ModelError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
     return {
         "architecture": raw["architectures"][0],
         "dtype": DTYPES[dtype],
-        "vocab_size": _integer(raw, "vocab_size"),
+        "vocab_size": integer(raw, "vocab_size"),
         "hidden_size": hidden_size,
-        "intermediate_size": _integer(raw, "intermediate_size"),
-        "layers": _integer(raw, "num_hidden_layers"),
+        "intermediate_size": integer(raw, "intermediate_size"),
+        "layers": integer(raw, "num_hidden_layers"),
         "heads": heads,
         "kv_heads": kv_heads,
-        "head_dim": _integer(raw, "head_dim", hidden_size // heads),
-        "max_context": _integer(raw, "max_position_embeddings"),
+        "head_dim": integer(raw, "head_dim", hidden_size // heads),
+        "max_context": integer(raw, "max_position_embeddings"),
         "rms_norm_eps": float(raw.get("rms_norm_eps", 1e-6)),
         "rope": _rope(raw),
         "tied_embeddings": bool(raw.get("tie_word_embeddings", False)),
@@ -122,7 +104,8 @@ def _refuse(raw: dict[str, Any]) -> None:
         raise ModelError(f"partial_rotary_factor {raw['partial_rotary_factor']} is not supported; supported is 1")
 
 
-def _integer(raw: dict[str, Any], key: str, default: int | None = None) -> int:
+def integer(raw: dict[str, Any], key: str, default: int | None = None) -> int:
+    """A field that counts something. Raises ModelError, which names it."""
     value = raw.get(key)
     if value is None:
         value = default

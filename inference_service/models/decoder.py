@@ -36,7 +36,7 @@ class DecoderLayer:
 
 
 class Decoder:
-    """A model of any family; `make_mlp` makes a layer's MLP, given its index. Its weights are uninitialized until a loader fills `weights()`."""
+    """A model of any family; `make_mlp` makes the MLP of a layer, by index. A loader fills `weights()`, which start uninitialized."""
 
     def __init__(self, build: Build, config: ModelConfig, make_mlp: Callable[[int], Mlp]) -> None:
         self.config, self.operators, self.dtype = config, build.operators, build.dtype
@@ -85,6 +85,8 @@ class Decoder:
             x_TC = layer.mlp(norm.add_rms_norm(x_TC, residual_TC, layer.post_attention_norm_C, eps))
         assert x_TC is not None
         if logits_R is not None:
+            if not len(logits_R):
+                return x_TC.new_empty(0, self.config.vocab_size)
             x_TC, residual_TC = x_TC.index_select(0, logits_R), residual_TC.index_select(0, logits_R)
         return self.head(norm.add_rms_norm(x_TC, residual_TC, self.norm_C, eps))
 

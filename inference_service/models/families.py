@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, Protocol
 
 from inference_service.models import llama, qwen3_moe
-from inference_service.models.config import ModelConfig, ModelError, read_json
+from inference_service.models.config import ModelConfig
+from inference_service.models.config_json import ModelError, read_json
 from inference_service.models.decoder import Decoder
 from inference_service.models.layers import Build
 
-FAMILIES = {"LlamaForCausalLM": llama, "Qwen3MoeForCausalLM": qwen3_moe}
+
+class Family(Protocol):
+    """A module of this folder: reads its config.json, and makes its model with uninitialized weights."""
+
+    def parse(self, raw: dict[str, Any]) -> ModelConfig: ...
+
+    def make(self, build: Build, config: ModelConfig) -> Decoder: ...
+
+
+FAMILIES: dict[str, Family] = {"LlamaForCausalLM": llama, "Qwen3MoeForCausalLM": qwen3_moe}
 
 
 def read_config(model_dir: Path) -> ModelConfig:

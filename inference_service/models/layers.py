@@ -64,10 +64,12 @@ class Linear:
         self.bias = build.empty(sum(outputs.values())) if bias else None
 
     def weights(self) -> dict[str, Tensor]:
-        sizes = list(self.outputs.values())
-        views = {f"{name}.weight": view for name, view in zip(self.outputs, self.weight.split(sizes), strict=True)}
-        if self.bias is not None:
-            views |= {f"{name}.bias": view for name, view in zip(self.outputs, self.bias.split(sizes), strict=True)}
+        views, first = {}, 0
+        for name, size in self.outputs.items():
+            views[f"{name}.weight"] = self.weight[first : first + size]
+            if self.bias is not None:
+                views[f"{name}.bias"] = self.bias[first : first + size]
+            first += size
         return views
 
     def pack(self) -> None:
@@ -86,10 +88,10 @@ class Attention:
         bias = config.attention_bias
         self.qkv = Linear(build, {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}, config.hidden_size, bias)
         self.output = Linear(build, {"o_proj": config.hidden_size}, q_size, bias)
-        self.q_norm, self.k_norm = (build.empty(config.head_dim), build.empty(config.head_dim)) if config.qk_norm else (None, None)
+        self.norms = (build.empty(config.head_dim), build.empty(config.head_dim)) if config.qk_norm else None
 
     def weights(self) -> dict[str, Tensor]:
-        norms = {} if self.q_norm is None or self.k_norm is None else {"q_norm.weight": self.q_norm, "k_norm.weight": self.k_norm}
+        norms = dict(zip(("q_norm.weight", "k_norm.weight"), self.norms, strict=True)) if self.norms else {}
         return self.qkv.weights() | self.output.weights() | norms
 
     def pack(self) -> None:
@@ -98,12 +100,13 @@ class Attention:
 
     def __call__(self, x_TC: Tensor, kv_P2HSD: Tensor, step: StepContext) -> Tensor:
         heads, kv_heads = self.config.heads, self.config.kv_heads
-        qkv_TND = self.qkv(x_TC).unflatten(1, (-1, self.config.head_dim))
+        tokens = len(x_TC)
+        qkv_TND = self.qkv(x_TC).view(tokens, -1, self.config.head_dim)
         q_THD, qk_TND, kv_TND = qkv_TND[:, :heads], qkv_TND[:, : heads + kv_heads], qkv_TND[:, heads:]
-        if self.q_norm is not None and self.k_norm is not None:
-            self.operators.norm.qk_norm(q_THD, qk_TND[:, heads:], self.q_norm, self.k_norm, self.config.rms_norm_eps)
+        if self.norms:
+            self.operators.norm.qk_norm(q_THD, qk_TND[:, heads:], *self.norms, self.config.rms_norm_eps)
         self.operators.rope(qk_TND, step.rope)
-        self.operators.attention.append(kv_P2HSD, kv_TND.unflatten(1, (2, kv_heads)), step.attention)
+        self.operators.attention.append(kv_P2HSD, kv_TND.view(tokens, 2, kv_heads, -1), step.attention)
         return self.output(self.operators.attention(q_THD, kv_P2HSD, step.attention).flatten(1))
 
 

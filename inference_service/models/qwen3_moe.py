@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from inference_service.models.config import ModelConfig, ModelError, MoeConfig, common_fields
+from inference_service.models.config import ModelConfig, MoeConfig, common_fields, integer
+from inference_service.models.config_json import ModelError
 from inference_service.models.decoder import Decoder
 from inference_service.models.layers import Build, GatedMlp, Mlp, SparseMlp
 
@@ -14,12 +15,15 @@ def parse(raw: dict[str, Any]) -> ModelConfig:
     fields = common_fields(raw)
     every, dense = raw.get("decoder_sparse_step", 1), raw.get("mlp_only_layers") or []
     sparse = frozenset(index for index in range(fields["layers"]) if index not in dense and (index + 1) % every == 0)
-    try:
-        moe = MoeConfig(raw["num_experts"], raw["num_experts_per_tok"], raw["moe_intermediate_size"], raw["norm_topk_prob"], sparse)
-    except KeyError as error:
-        raise ModelError(f"{error.args[0]} is missing") from None
-    if not 1 <= moe.top_k <= moe.experts:
-        raise ModelError(f"num_experts_per_tok {moe.top_k} is not between 1 and num_experts {moe.experts}")
+    moe = MoeConfig(
+        experts=integer(raw, "num_local_experts" if "num_local_experts" in raw else "num_experts"),
+        top_k=integer(raw, "num_experts_per_tok"),
+        intermediate_size=integer(raw, "moe_intermediate_size"),
+        renormalize=bool(raw.get("norm_topk_prob", False)),
+        layers=sparse,
+    )
+    if moe.top_k > moe.experts:
+        raise ModelError(f"num_experts_per_tok {moe.top_k} is more than num_experts {moe.experts}")
     return ModelConfig(**fields, qk_norm=True, moe=moe)
 
 

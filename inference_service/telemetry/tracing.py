@@ -28,7 +28,6 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from opentelemetry.context import Context
 from opentelemetry.sdk.resources import Resource
@@ -41,18 +40,12 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from inference_service.config import Telemetry
 from inference_service.messages import Sampling
 from inference_service.telemetry import names
+from inference_service.telemetry.attributes import call_attributes, latency_attributes, sampling_attributes, usage_attributes
 from inference_service.telemetry.clock import to_unix_ns
 from inference_service.telemetry.exporter import JsonLinesExporter
 
 Metadata = Iterable[tuple[str, str | bytes]]
 
-GRPC_CODES = {
-    name: number
-    for number, name in enumerate(
-        "OK CANCELLED UNKNOWN INVALID_ARGUMENT DEADLINE_EXCEEDED NOT_FOUND ALREADY_EXISTS PERMISSION_DENIED RESOURCE_EXHAUSTED "
-        "FAILED_PRECONDITION ABORTED OUT_OF_RANGE UNIMPLEMENTED INTERNAL UNAVAILABLE DATA_LOSS UNAUTHENTICATED".split()
-    )
-}
 _PROPAGATOR = TraceContextTextMapPropagator()
 _EXPORT_TIMEOUT_S = 3
 """Short, since a receiver that is away must not hold up the end of the process."""
@@ -150,10 +143,10 @@ class RequestTrace:
             scheduled_ns = scheduled_ns or arrival_ns
             last_token_ns = max(last_token_ns, first_token_ns)
         attributes = {
-            **_call_attributes(names.GENERATE_SPAN, code),
-            **_sampling_attributes(sampling, max_tokens),
-            **_usage_attributes(request_id, model, prompt_tokens, completion_tokens),
-            **_latency_attributes(arrival_ns, first_token_ns, last_token_ns, end_ns, completion_tokens),
+            **call_attributes(names.GENERATE_SPAN, code),
+            **sampling_attributes(sampling, max_tokens),
+            **usage_attributes(request_id, model, prompt_tokens, completion_tokens),
+            **latency_attributes(arrival_ns, first_token_ns, last_token_ns, end_ns, completion_tokens),
             names.CACHED_TOKENS: cached_tokens,
             names.PREEMPTIONS: preemptions,
         }
@@ -225,9 +218,9 @@ class ClientSpan:
             return
         span.set_attributes(
             {
-                **_call_attributes(self._name, code),
-                **_usage_attributes(request_id, model, prompt_tokens, completion_tokens),
-                **_latency_attributes(self._start_ns, first_token_ns, last_token_ns, end_ns, completion_tokens),
+                **call_attributes(self._name, code),
+                **usage_attributes(request_id, model, prompt_tokens, completion_tokens),
+                **latency_attributes(self._start_ns, first_token_ns, last_token_ns, end_ns, completion_tokens),
                 **(attributes or {}),
             }
         )
@@ -261,48 +254,3 @@ def _end(span: Span, code: str, message: str, end_ns: int) -> None:
     if code != "OK":
         span.set_status(Status(StatusCode.ERROR, message or code))
     span.end(to_unix_ns(end_ns))
-
-
-def _call_attributes(method: str, code: str) -> dict[str, Any]:
-    attributes: dict[str, Any] = {names.RPC_METHOD: method, names.RPC_STATUS: code}
-    if code in GRPC_CODES:
-        attributes |= {names.RPC_SYSTEM: "grpc", names.RPC_GRPC_STATUS: GRPC_CODES[code]}
-    if code != "OK":
-        attributes[names.ERROR_TYPE] = code
-    return attributes
-
-
-def _sampling_attributes(sampling: Sampling | None, max_tokens: int) -> dict[str, Any]:
-    attributes: dict[str, Any] = {names.REQUEST_MAX_TOKENS: max_tokens} if max_tokens else {}
-    if sampling is not None:
-        attributes |= {
-            names.REQUEST_TEMPERATURE: sampling.temperature,
-            names.REQUEST_TOP_K: sampling.top_k,
-            names.REQUEST_TOP_P: sampling.top_p,
-            names.REQUEST_MIN_P: sampling.min_p,
-            names.REQUEST_SEED: str(sampling.seed),
-        }
-    return attributes
-
-
-def _usage_attributes(request_id: str, model: str, prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
-    attributes: dict[str, Any] = {
-        names.INPUT_TOKENS: prompt_tokens,
-        names.PROMPT_TOKENS: prompt_tokens,
-        names.OUTPUT_TOKENS: completion_tokens,
-        names.COMPLETION_TOKENS: completion_tokens,
-    }
-    if request_id:
-        attributes[names.REQUEST_ID] = request_id
-    if model:
-        attributes |= {names.REQUEST_MODEL: model, names.RESPONSE_MODEL: model}
-    return attributes
-
-
-def _latency_attributes(start_ns: int, first_ns: int, last_ns: int, end_ns: int, tokens: int) -> dict[str, Any]:
-    attributes: dict[str, Any] = {names.TIME_E2E: (end_ns - start_ns) / 1e9}
-    if first_ns:
-        attributes[names.TIME_TO_FIRST_TOKEN] = attributes[names.TIME_TO_FIRST_CHUNK] = (first_ns - start_ns) / 1e9
-        if tokens > 1 and last_ns > first_ns:
-            attributes[names.TIME_PER_OUTPUT_TOKEN] = (last_ns - first_ns) / (tokens - 1) / 1e9
-    return attributes

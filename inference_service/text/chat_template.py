@@ -114,7 +114,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 class _GenerationTag(Extension):
     """`{% generation %}` marks the assistant's words for training; for us it is only a scope of its own."""
 
-    tags = {"generation"}
+    tags = {"generation"}  # noqa: RUF012 (an instance variable to Jinja)
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno

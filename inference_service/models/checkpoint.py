@@ -1,0 +1,107 @@
+"""Loads safetensors into a model's own memory, tensor by tensor: no second copy of the model exists at any time."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from inference_service.models.config_json import ModelError
+
+INDEX = "model.safetensors.index.json"
+IGNORED = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
+"""Endings of tensors that old checkpoints hold and that are computed."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor as its file's header describes it."""
+
+    file: Path
+    shape: tuple[int, ...]
+
+
+def load_checkpoint(model_dir: Path, weights: dict[str, Tensor], tied_embeddings: bool = False) -> None:
+    """Copy every tensor of the checkpoint into its place in `weights`, converting the dtype.
+
+    Raises ModelError, which names file and tensor, for a missing, unexpected, misshapen or cut-off tensor, before anything is copied.
+    """
+    entries = _read_entries(model_dir)
+    unwanted = {name for name in entries if name.endswith(IGNORED) or (tied_embeddings and name == "lm_head.weight")}
+    _check({name: entry for name, entry in entries.items() if name not in unwanted}, weights, model_dir)
+    for file in sorted({entry.file for entry in entries.values()}):
+        _copy(file, {name: weights[name] for name, entry in entries.items() if entry.file == file and name not in unwanted})
+
+
+def _copy(file: Path, weights: dict[str, Tensor]) -> None:
+    name = ""
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            for name, destination in weights.items():
+                destination.copy_(tensors.get_tensor(name))
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{file}: {name or 'cannot be opened'}: {error}") from None
+
+
+def _check(entries: dict[str, Entry], weights: dict[str, Tensor], model_dir: Path) -> None:
+    if missing := sorted(weights.keys() - entries.keys()):
+        raise ModelError(f"{model_dir}: no file holds {_listed(missing)}")
+    if unexpected := sorted(entries.keys() - weights.keys()):
+        raise ModelError(f"{entries[unexpected[0]].file}: holds {_listed(unexpected)}, which config.json's architecture does not have")
+    for name, entry in entries.items():
+        if entry.shape != tuple(weights[name].shape):
+            raise ModelError(f"{entry.file}: {name} has shape {entry.shape}, but config.json says {tuple(weights[name].shape)}")
+
+
+def _read_entries(model_dir: Path) -> dict[str, Entry]:
+    index = model_dir / INDEX
+    if not index.exists():
+        files = sorted(model_dir.glob("*.safetensors"))
+        if not files:
+            pickled = sorted(file.name for file in model_dir.glob("*") if file.suffix in (".bin", ".pt", ".pth", ".pkl"))
+            why = f"; {', '.join(pickled[:3])} may run code when read, and is refused" if pickled else ""
+            raise ModelError(f"{model_dir}: holds no .safetensors file{why}")
+        return {name: entry for file in files for name, entry in _read_header(file).items()}
+    placed = _read_index(index)
+    headers = {file: _read_header(model_dir / file) for file in sorted(set(placed.values()))}
+    for name, file in placed.items():
+        if name not in headers[file]:
+            raise ModelError(f"{model_dir / file}: lacks {name}, which {INDEX} says it holds")
+    return {name: entry for header in headers.values() for name, entry in header.items()}
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    """The file that holds each tensor."""
+    try:
+        return {name: str(file) for name, file in json.loads(index.read_text())["weight_map"].items()}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ModelError(f"{index}: not an index of safetensors files: {error}") from None
+
+
+def _read_header(file: Path) -> dict[str, Entry]:
+    """A safetensors file begins with its header's length (8 bytes, little-endian) and the header, JSON; offsets count from its end."""
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            if length > size - 8:
+                raise ModelError(f"{file}: is cut off within its header")
+            header: dict[str, Any] = json.loads(stream.read(length))
+    except OSError as error:
+        raise ModelError(f"{file}: {error.strerror}") from None
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        raise ModelError(f"{file}: is not a safetensors file") from None
+    header.pop("__metadata__", None)
+    for name, tensor in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        end = 8 + length + tensor["data_offsets"][1]
+        if end > size:
+            raise ModelError(f"{file}: is cut off within {name}: it has {size} bytes and needs {end} or more")
+    return {name: Entry(file, tuple(tensor["shape"])) for name, tensor in header.items()}
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

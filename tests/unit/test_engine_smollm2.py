@@ -1,0 +1,189 @@
+"""SmolLM2 in float32 through scheduler and executor: greedy text is that of `transformers`, whatever the engine does on the way.
+
+Each case also asserts that what it is about has happened: batches, chunks, cache hits, preemptions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+
+from inference_service.config import Batch, Cache, Config, Model
+from inference_service.engine.kv_pages import KvPages
+from inference_service.engine.scheduler import Scheduled, Scheduler
+from inference_service.engine.step import StepPlan, Ticket
+from inference_service.execution.executor import build_executor
+from inference_service.fetch import resolve_model
+from inference_service.messages import Sampling, Submit
+from inference_service.text.tokenizer import Tokenizer
+
+NEW_TOKENS = 64
+QUESTIONS = [
+    "What is the capital of France?",
+    "Write a short poem about the sea.",
+    "Explain photosynthesis to a child.",
+    "List three uses of a paper clip.",
+    "Who wrote Romeo and Juliet?",
+    "How do I boil an egg?",
+    "Translate 'good morning' to Spanish.",
+    "What is 17 plus 25?",
+    "Name the planets of the solar system in order from the sun, and say one thing about each of them.",
+    "Tell me a story about a dog called Rex who finds a map in an old house, and end it happily.",
+]
+
+
+@pytest.fixture(scope="module")
+def model_dir() -> Path:
+    return resolve_model("smollm2-135m-instruct")
+
+
+@pytest.fixture(scope="module")
+def prompts(model_dir: Path) -> list[list[int]]:
+    tokenizer = Tokenizer.load(model_dir)
+    return [tokenizer.encode_chat([{"role": "user", "content": question}]) for question in QUESTIONS]
+
+
+@dataclass
+class Run:
+    """What an engine did with a list of requests."""
+
+    answers: dict[int, list[int]] = field(default_factory=dict)
+    cached: dict[int, int] = field(default_factory=dict)
+    plans: list[tuple[int, int, int]] = field(default_factory=list)
+    """Of each step: decode rows, prefill rows, rows that are chunks of a longer prefill."""
+    preemptions: int = 0
+
+
+class Engine:
+    """The engine's loop in this process, with its steps overlapped."""
+
+    def __init__(self, model_dir: Path, batch: Batch | None = None, cache: Cache | None = None) -> None:
+        self.batch, self.cache = batch or Batch(), cache or Cache(memory_gib=0.25)
+        config = Config(model=Model(dtype="float32", max_context=2048), batch=self.batch, cache=self.cache)
+        self.executor = build_executor(config, model_dir, lambda what: None)
+        self.scheduler = Scheduler(self.batch, KvPages(self.executor.info.pages, self.cache.page_size, prefix=self.cache.prefix))
+
+    def run(self, submits: list[Submit]) -> Run:
+        run, before = Run(), self.scheduler.preemptions
+        for submit in submits:
+            run.answers[submit.key] = []
+            self.scheduler.submit(submit)
+        in_flight: tuple[Scheduled, Ticket] | None = None
+        while len(self.scheduler) or in_flight:
+            step = self.scheduler.schedule(1)
+            launched = (step, self.executor.launch(step.plan)) if step else None
+            if step:
+                run.plans.append(shape(step.plan))
+            if in_flight:
+                for _, output in self.scheduler.update(in_flight[0], in_flight[1].wait()):
+                    run.answers[output.key] += output.token_ids
+                    if output.scheduled_ns:
+                        run.cached[output.key] = output.cached_tokens
+            in_flight = launched
+            self.scheduler.check_invariants()
+        run.preemptions = self.scheduler.preemptions - before
+        return run
+
+    def close(self) -> None:
+        self.executor.close()
+
+
+def shape(plan: StepPlan) -> tuple[int, int, int]:
+    decodes = sum(row.is_decode for row in plan.rows)
+    return decodes, len(plan.rows) - decodes, sum(not row.samples or bool(row.start and row.token_ids) for row in plan.rows)
+
+
+def greedy(prompts: list[list[int]], tokens: int = NEW_TOKENS) -> list[Submit]:
+    return [Submit(key, prompt, Sampling(0.0, 0, 1.0, 0.0, 0), tokens, 0, [], -1, 1, 0) for key, prompt in enumerate(prompts)]
+
+
+@pytest.fixture(scope="module")
+def alone(model_dir: Path, prompts: list[list[int]]) -> Run:
+    """Every prompt by itself."""
+    engine = Engine(model_dir, Batch(max_requests=1), Cache(memory_gib=0.25, prefix=False))
+    run = engine.run(greedy(prompts))
+    engine.close()
+    return run
+
+
+@pytest.fixture(scope="module")
+def expected(alone: Run) -> list[list[int]]:
+    """What every other way must give too: test_one_at_a_time shows that it is the text of `transformers`."""
+    return list(alone.answers.values())
+
+
+@pytest.fixture
+def engine(model_dir: Path) -> Iterator[type[Engine]]:
+    made: list[Engine] = []
+
+    class Tracked(Engine):
+        def __init__(self, **settings: Batch | Cache) -> None:
+            super().__init__(model_dir, **settings)  # type: ignore[arg-type]
+            made.append(self)
+
+    yield Tracked
+    for each in made:
+        each.close()
+
+
+def test_one_at_a_time(model_dir: Path, alone: Run, prompts: list[list[int]], expected: list[list[int]]) -> None:
+    """Each token is the most probable one of `transformers` after the tokens before it: by induction, greedy decoding there gives the same."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    for prompt, answer in zip(prompts, expected, strict=True):
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt + answer])).logits[0]
+        assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == answer
+        assert len(answer) == NEW_TOKENS
+    assert max(decodes + prefills for decodes, prefills, _ in alone.plans) == 1
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 100])
+def test_batched(engine: type[Engine], prompts: list[list[int]], expected: list[list[int]], page_size: int) -> None:
+    run = engine(cache=Cache(memory_gib=0.25, page_size=page_size)).run(greedy(prompts))
+    assert list(run.answers.values()) == expected
+    assert max(decodes for decodes, _, _ in run.plans) == len(prompts)
+
+
+def test_chunked_prefill_mixed_with_decodes(engine: type[Engine], prompts: list[list[int]], expected: list[list[int]]) -> None:
+    batch = Batch(max_requests=4, max_step_tokens=16, max_prefill_tokens=7)
+    run = engine(batch=batch, cache=Cache(memory_gib=0.25, prefix=False)).run(greedy(prompts))
+    assert list(run.answers.values()) == expected
+    assert sum(chunks for _, _, chunks in run.plans) > len(prompts)
+    assert any(decodes and prefills for decodes, prefills, _ in run.plans)
+
+
+def test_prefix_cache_hits(engine: type[Engine], prompts: list[list[int]], expected: list[list[int]]) -> None:
+    warm = engine(cache=Cache(memory_gib=0.25, page_size=8))
+    warm.run(greedy(prompts, tokens=1))
+    run = warm.run(greedy(prompts))
+    assert list(run.answers.values()) == expected
+    assert all(run.cached[key] == (len(prompt) - 1) // 8 * 8 > 0 for key, prompt in enumerate(prompts))
+
+
+def test_preemption_and_recompute(engine: type[Engine], prompts: list[list[int]], expected: list[list[int]]) -> None:
+    needed = max(-(-(len(prompt) + NEW_TOKENS) // 4) for prompt in prompts)
+    run = engine(cache=Cache(pages=needed * 3, page_size=4)).run(greedy(prompts))
+    assert list(run.answers.values()) == expected
+    assert run.preemptions > 0
+
+
+def test_a_seed_gives_the_same_text_alone_and_in_any_batch(engine: type[Engine], prompts: list[list[int]]) -> None:
+    def drawn(seed: int, prompt: list[int], key: int) -> Submit:
+        return Submit(key, prompt, Sampling(0.9, 40, 0.95, 0.02, seed), 32, 0, [], -1, 1, 0)
+
+    one = engine(batch=Batch(max_requests=1), cache=Cache(memory_gib=0.25, prefix=False))
+    seeds = [7, 7, 2**64 - 1, 123456789]
+    submits = [drawn(seed, prompts[1], key) for key, seed in enumerate(seeds)]
+    single = [one.run([submit]).answers[submit.key] for submit in submits]
+    assert single[0] == single[1] != single[2] != single[3]
+    batched = engine(batch=Batch(max_step_tokens=32, max_prefill_tokens=5))
+    others = [drawn(99 + key, prompt, 100 + key) for key, prompt in enumerate(prompts)]
+    run = batched.run([*others[:5], *submits, *others[5:]])
+    assert [run.answers[key] for key in range(len(seeds))] == single
+    assert max(decodes for decodes, _, _ in run.plans) > 5

@@ -1,0 +1,228 @@
+"""Our forward against transformers, on tiny random checkpoints of each family, however the tokens are cut into steps."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from inference_service.config import Kernels
+from inference_service.engine.step import Row, StepPlan
+from inference_service.execution.batch import InputBuffers, pack
+from inference_service.kernels.selection import make_operators, select
+from inference_service.messages import Sampling
+from inference_service.models.checkpoint import load_checkpoint
+from inference_service.models.config_json import ModelError
+from inference_service.models.decoder import Decoder
+from inference_service.models.families import make_model, read_config
+from inference_service.models.layers import Build
+
+CPU = torch.device("cpu")
+GREEDY = Sampling(0.0, 0, 1.0, 0.0, 0)
+CONFIGS = Path(__file__).parents[2] / "configs" / "models"
+SMALL: dict[str, Any] = {
+    "vocab_size": 307,
+    "hidden_size": 96,
+    "intermediate_size": 112,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+MOE: dict[str, Any] = {"head_dim": 24, "num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+
+
+def llama(**changes: Any) -> transformers.PretrainedConfig:
+    return transformers.LlamaConfig(**(SMALL | {"head_dim": 24} | changes))
+
+
+def qwen3_moe(**changes: Any) -> transformers.PretrainedConfig:
+    return transformers.Qwen3MoeConfig(**(SMALL | MOE | changes))
+
+
+CASES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
+    "llama": lambda: llama(tie_word_embeddings=False),
+    "llama-tied": lambda: llama(tie_word_embeddings=True, head_dim=None),
+    "llama-biases": lambda: llama(attention_bias=True, mlp_bias=True),
+    "llama3-rope": lambda: llama(rope_parameters={"rope_theta": 50_000.0, **LLAMA3}),
+    "linear-rope": lambda: llama(rope_parameters={"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}),
+    "one-head-each": lambda: llama(num_key_value_heads=6),
+    "qwen3-moe": lambda: qwen3_moe(norm_topk_prob=True),
+    "qwen3-moe-plain": lambda: qwen3_moe(norm_topk_prob=False, tie_word_embeddings=True),
+    "qwen3-moe-mixed": lambda: qwen3_moe(norm_topk_prob=True, num_hidden_layers=5, decoder_sparse_step=2, mlp_only_layers=[1]),
+}
+
+
+def save_random(config: transformers.PretrainedConfig, model_dir: Path, std: float = 0.08, shard: str = "1GB") -> Any:
+    """Write a checkpoint with weights of `std`, norms near 1 and small biases, and give the transformers model."""
+    torch.manual_seed(0)
+    models: Any = transformers.AutoModelForCausalLM
+    model = models.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.normal_(1.0, 0.1) if name.endswith("norm.weight") else weight.normal_(0.0, std)
+    model.save_pretrained(model_dir, max_shard_size=shard)
+    return model
+
+
+def load(model_dir: Path, dtype: torch.dtype = torch.float32, kernels: Kernels | None = None) -> Decoder:
+    operators = make_operators(select(kernels or Kernels(), "x86_64", dtype))
+    config = read_config(model_dir)
+    model = make_model(Build(operators, dtype, CPU), config)
+    load_checkpoint(model_dir, model.weights(), config.tied_embeddings)
+    model.pack()
+    return model
+
+
+class Runner:
+    """Steps of hand-made rows; the pages of the sequences are interleaved, so that none is contiguous."""
+
+    def __init__(self, model: Decoder, page_size: int, sequences: int = 4) -> None:
+        pages_each = -(-model.config.max_context // page_size)
+        self.model, self.page_size = model, page_size
+        self.pages = [list(range(slot, sequences * pages_each, sequences))[::-1] for slot in range(sequences)]
+        self.caches = model.new_cache(sequences * pages_each, page_size, CPU)
+        self.buffers = InputBuffers(sequences, 512, pages_each, CPU)
+        self.computed = [0] * sequences
+
+    def step(self, chunks: dict[int, list[int]], decodes: dict[int, int] | None = None) -> Tensor:
+        """Compute tokens of sequences by slot: one decode each, then chunks. Gives all tokens' logits."""
+        rows = []
+        for slot, token in (decodes or {}).items():
+            self.buffers.last_token_id_S[slot] = token
+            rows.append(self._row(slot, 1, []))
+        rows += [self._row(slot, len(ids), ids) for slot, ids in chunks.items()]
+        with torch.inference_mode():
+            step = self.buffers.fill(pack(StepPlan(rows), self.page_size))
+            return self.model.forward(step.tensors.token_ids_T, step.layout(), self.caches, None)
+
+    def _row(self, slot: int, length: int, ids: list[int]) -> Row:
+        start = self.computed[slot]
+        self.computed[slot] += length
+        return Row(slot, start, length, ids, self.pages[slot], True, GREEDY)
+
+
+def reference_logits(reference: Any, ids: list[int]) -> Tensor:
+    with torch.inference_mode():
+        logits: Tensor = reference(torch.tensor([ids])).logits[0]
+    return logits
+
+
+def random_ids(count: int, seed: int = 1) -> list[int]:
+    ids: list[int] = torch.randint(0, SMALL["vocab_size"], (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return ids
+
+
+def assert_close(ours: Tensor, theirs: Tensor) -> None:
+    assert (ours.float() - theirs.float()).abs().max() < 1e-4
+
+
+@pytest.fixture(scope="module", params=CASES)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    model_dir = tmp_path_factory.mktemp(request.param)
+    return model_dir, save_random(CASES[request.param](), model_dir, shard="100KB" if request.param == "qwen3-moe" else "1GB")
+
+
+@pytest.mark.parametrize("page_size", [1, 5, 16])
+def test_chunked_prefill_gives_the_logits_of_transformers(checkpoint: tuple[Path, Any], page_size: int) -> None:
+    model_dir, reference = checkpoint
+    ids = random_ids(70)
+    runner = Runner(load(model_dir), page_size)
+    pieces = [runner.step({2: ids[first:last]}) for first, last in [(0, 33), (33, 34), (34, 70)]]
+    theirs = reference_logits(reference, ids)
+    assert theirs.std() > 0.05
+    assert_close(torch.cat(pieces), theirs)
+
+
+def test_mixed_steps_give_the_logits_of_transformers(checkpoint: tuple[Path, Any]) -> None:
+    model_dir, reference = checkpoint
+    sequences = [random_ids(count, seed) for seed, count in enumerate((90, 12, 41, 7))]
+    expected = [reference_logits(reference, ids) for ids in sequences]
+    runner = Runner(load(model_dir), 4)
+    runner.step({0: sequences[0][:80]})
+    runner.step({1: sequences[1][:3], 2: sequences[2][:20]})
+    # Contexts of 81, 4 and 21 tokens decode together: of unlike length, so in more than one group.
+    logits = runner.step({3: sequences[3][:5]}, {0: sequences[0][80], 1: sequences[1][3], 2: sequences[2][20]})
+    assert_close(logits, torch.cat([expected[0][80:81], expected[1][3:4], expected[2][20:21], expected[3][:5]]))
+    logits = runner.step({2: sequences[2][21:41], 0: sequences[0][81:82]}, {1: sequences[1][4], 3: sequences[3][5]})
+    assert_close(logits, torch.cat([expected[1][4:5], expected[3][5:6], expected[2][21:41], expected[0][81:82]]))
+
+
+def test_greedy_tokens_are_those_of_transformers(checkpoint: tuple[Path, Any]) -> None:
+    model_dir, reference = checkpoint
+    prompt = random_ids(23, seed=3)
+    theirs = reference.generate(
+        torch.tensor([prompt]), attention_mask=torch.ones(1, 23, dtype=torch.long), do_sample=False, min_new_tokens=32, max_new_tokens=32
+    )[0, 23:].tolist()
+    runner = Runner(load(model_dir), 16)
+    ours = [int(runner.step({1: prompt})[-1].argmax())]
+    while len(ours) < 32:
+        ours.append(int(runner.step({}, {1: ours[-1]})[-1].argmax()))
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_near_float32(checkpoint: tuple[Path, Any], dtype: torch.dtype) -> None:
+    model_dir, reference = checkpoint
+    ids = random_ids(48)
+    runner = Runner(load(model_dir, dtype), 16)
+    ours = torch.cat([runner.step({0: ids[:40]}), *(runner.step({}, {0: token}) for token in ids[40:])])
+    theirs = reference_logits(reference, ids)
+    assert ours.dtype == dtype
+    assert ((ours.float() - theirs).norm() / theirs.norm()) < 0.05
+
+
+def test_backends_agree(checkpoint: tuple[Path, Any]) -> None:
+    ids = random_ids(30)
+    plain, packed = (Runner(load(checkpoint[0], kernels=Kernels(gemm=gemm)), 16).step({0: ids}) for gemm in ("torch", "onednn"))
+    assert_close(plain, packed)
+
+
+def test_published_shapes_have_their_published_size() -> None:
+    sizes = {}
+    for name in ("qwen3-30b-a3b", "llama-3.1-8b", "smollm2-135m"):
+        config = replace(read_config(CONFIGS / name), max_context=8)
+        build = Build(make_operators(select(Kernels(), "sm_90", torch.bfloat16)), torch.bfloat16, torch.device("meta"))
+        sizes[name] = sum(weight.numel() for weight in make_model(build, config).weights().values())
+    assert sizes == {"qwen3-30b-a3b": 30_532_122_624, "llama-3.1-8b": 8_030_261_248, "smollm2-135m": 134_515_008}
+
+
+def write_config(model_dir: Path, **changes: Any) -> Path:
+    raw = json.loads((CONFIGS / "smollm2-135m" / "config.json").read_text()) | changes
+    (model_dir / "config.json").write_text(json.dumps(raw))
+    return model_dir
+
+
+def test_both_forms_of_rope_settings_mean_the_same(tmp_path: Path) -> None:
+    old = read_config(write_config(tmp_path, rope_theta=7e4, rope_scaling=LLAMA3)).rope
+    new = read_config(write_config(tmp_path, rope_theta=None, rope_scaling=None, rope_parameters={"rope_theta": 7e4, **LLAMA3})).rope
+    assert old == new
+    assert (old.theta, old.kind, old.factor) == (7e4, "llama3", 8.0)
+    assert read_config(write_config(tmp_path, rope_scaling={"type": "linear", "factor": 2.0})).rope.factor == 2.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"architectures": ["MambaForCausalLM"]}, ["architecture", "MambaForCausalLM", "LlamaForCausalLM, Qwen3MoeForCausalLM"]),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, ["rope scaling", "yarn", "default, linear, llama3"]),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, ["llama3", "low_freq_factor"]),
+        ({"hidden_act": "gelu"}, ["hidden_act", "gelu", "silu"]),
+        ({"quantization_config": {"quant_method": "fp8"}}, ["quantization_config"]),
+        ({"num_hidden_layers": "many"}, ["num_hidden_layers", "many"]),
+        ({"num_key_value_heads": 2}, ["num_attention_heads 9", "num_key_value_heads 2"]),
+        ({"torch_dtype": "int8"}, ["dtype", "int8", "bfloat16"]),
+    ],
+)
+def test_an_unsupported_model_is_refused_by_field(tmp_path: Path, changes: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ModelError) as refusal:
+        read_config(write_config(tmp_path, **changes))
+    assert all(word in str(refusal.value) for word in ["config.json", *words])
