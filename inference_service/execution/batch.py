@@ -15,6 +15,10 @@ from inference_service.kernels.attention import StepLayout
 from inference_service.kernels.sampling import Draws
 
 
+ALL = 1 << 31
+"""As top_k: more than any vocabulary."""
+
+
 @dataclass(frozen=True)
 class StepTensors:
     """The tensors of a step; int64 where not said otherwise."""
@@ -97,6 +101,7 @@ def pack(plan: StepPlan, page_size: int) -> Step:
     drawn = [(index, row) for index, row in enumerate(sampling) if row.sampling.temperature > 0]
     filters = [row.sampling for _, row in drawn]
     filtered = [index for index, draw in enumerate(filters) if draw.top_k or draw.top_p < 1 or draw.min_p > 0]
+    limits = [filters[index].top_k or ALL for index in filtered]
     lasts, first = [], 0
     for row in rows:
         first += row.length
@@ -113,7 +118,7 @@ def pack(plan: StepPlan, page_size: int) -> Step:
         slots_N=_ints([row.slot for row in sampling]),
         random_X=_ints([index for index, _ in drawn]),
         filtered_F=_ints(filtered),
-        top_k_X=_ints([draw.top_k for draw in filters]),
+        top_k_X=_ints([draw.top_k or ALL for draw in filters]),
         seed_X=_ints([_signed(draw.seed) for draw in filters]),
         position_X=_ints([row.position for _, row in drawn]),
         temperature_X=_floats([draw.temperature for draw in filters]),
@@ -129,7 +134,7 @@ def pack(plan: StepPlan, page_size: int) -> Step:
         decodes,
         [row.length for row in rows],
         [row.position for row in rows],
-        max((filters[index].top_k for index in filtered), default=0),
+        max(limits) if any(draw.top_k for draw in filters) else 0,
         any(filters[index].top_p < 1 for index in filtered),
         [row.logprobs for row in sampling],
     )

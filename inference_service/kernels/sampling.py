@@ -28,7 +28,7 @@ class Draws:
     temperature_X: Tensor
     """float32, above 0."""
     top_k_X: Tensor
-    """int64; 0 keeps all."""
+    """int64; where all are to be kept, a number beyond any vocabulary."""
     top_p_X: Tensor
     min_p_X: Tensor
     seed_X: Tensor
@@ -64,37 +64,42 @@ class TorchSampling:
 def _filter(logits_FV: Tensor, draws: Draws) -> Tensor:
     """-inf for what top-k, top-p and min-p remove, each judging what the one before it left. The best logit of each row must be 0.
 
-    Each filter keeps what reaches a threshold, so that equal logits share their fate, and no row has to be sorted.
+    Each filter is a threshold on the logit, so that equal logits share their fate, and no row has to be sorted.
     """
     top_k, top_p, min_p = (values[draws.filtered_F].unsqueeze(1) for values in (draws.top_k_X, draws.top_p_X, draws.min_p_X))
-    vocabulary = logits_FV.shape[-1]
+    thresholds = [min_p.log()]
+    left_FC = logits_FV
     if draws.top_k_limit:
-        best_FK = logits_FV.topk(min(draws.top_k_limit, vocabulary), dim=-1).values
-        threshold_F1 = best_FK.gather(1, top_k.clamp(1, best_FK.shape[-1]) - 1)
-        logits_FV = logits_FV.masked_fill((logits_FV < threshold_F1) & (top_k > 0), float("-inf"))
+        count = min(draws.top_k_limit, logits_FV.shape[-1])
+        top_k = top_k.clamp(max=count)
+        left_FC = logits_FV.topk(count, dim=-1).values
+        thresholds.append(left_FC.gather(1, top_k - 1))
+        left_FC = left_FC.masked_fill(torch.arange(count, device=left_FC.device) >= top_k, float("-inf"))
     if draws.any_top_p:
-        logits_FV = logits_FV.masked_fill(~_nucleus(logits_FV, top_p) & (top_p < 1), float("-inf"))
-    return logits_FV.masked_fill(logits_FV < min_p.log(), float("-inf"))
+        thresholds.append(_nucleus(left_FC, top_p).masked_fill(top_p >= 1, float("-inf")))
+    return logits_FV.masked_fill(logits_FV < torch.cat(thresholds, dim=1).amax(dim=1, keepdim=True), float("-inf"))
 
 
-def _nucleus(logits_FV: Tensor, top_p_F1: Tensor) -> Tensor:
-    """Which tokens are among the fewest most probable ones that together reach top_p, found digit by digit, as a radix sort would.
+def _nucleus(logits_FC: Tensor, top_p_F1: Tensor) -> Tensor:
+    """The least logit of the fewest most probable tokens that together reach top_p, found in two digits, as a radix sort would.
 
     Logits are at most 0, so the bits of their magnitudes, as integers, ascend while the probability descends.
     """
-    key_FV = logits_FV.abs().view(torch.int32).long()
-    probability_FV = torch.softmax(logits_FV, dim=-1, dtype=torch.float64)
+    key_FC = logits_FC.abs().view(torch.int32)
+    probability_FC = torch.softmax(logits_FC, dim=-1, dtype=torch.float64)
     wanted_F1 = top_p_F1.double()
-    last_F1 = torch.zeros_like(wanted_F1, dtype=torch.int64)
-    for shift, bits in ((20, 11), (10, 10), (0, 10)):
-        digit_FV = (key_FV >> shift) & ((1 << bits) - 1)
-        rest_FV = torch.where(key_FV >> (shift + bits) == last_F1, probability_FV, 0.0)
-        reached_FD = rest_FV.new_zeros(len(rest_FV), 1 << bits).scatter_add_(1, digit_FV, rest_FV).cumsum(dim=-1)
-        # The first digit whose sum reaches what is wanted; the last one, where rounding leaves it just short.
-        digit_F1 = (reached_FD < wanted_F1).sum(dim=-1, keepdim=True).clamp_(max=(1 << bits) - 1)
-        wanted_F1 = wanted_F1 - torch.where(digit_F1 > 0, reached_FD.gather(1, (digit_F1 - 1).clamp_(min=0)), 0.0)
-        last_F1 = (last_F1 << bits) | digit_F1
-    return key_FV <= last_F1
+    high_F1, wanted_F1 = _first_to_reach(key_FC >> 16, probability_FC, wanted_F1, 1 << 15)
+    rest_FC = torch.where(key_FC >> 16 == high_F1, probability_FC, 0.0)
+    low_F1, _ = _first_to_reach(key_FC & 0xFFFF, rest_FC, wanted_F1, 1 << 16)
+    return -((high_F1 << 16) | low_F1).int().view(torch.float32)
+
+
+def _first_to_reach(digit_FC: Tensor, mass_FC: Tensor, wanted_F1: Tensor, digits: int) -> tuple[Tensor, Tensor]:
+    """The first digit up to which the mass reaches what is wanted (the last one, where rounding leaves it short), and what is then wanted."""
+    mass_FD = mass_FC.new_zeros(len(mass_FC), digits).scatter_add_(1, digit_FC.long(), mass_FC)
+    reached_FD = mass_FD.cumsum(dim=-1)
+    digit_F1 = (reached_FD < wanted_F1).sum(dim=-1, keepdim=True).clamp_(max=digits - 1)
+    return digit_F1, wanted_F1 - (reached_FD - mass_FD).gather(1, digit_F1)
 
 
 def gumbel(seed_X: Tensor, position_X: Tensor, vocabulary: int, choice: int = 0) -> Tensor:

@@ -1,0 +1,50 @@
+"""`inference-service check`: the configuration with what is derived from it, the model's shape, and the kernels that would run here."""
+
+from __future__ import annotations
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from inference_service.config import Config
+from inference_service.execution.device import find_device, find_dtype
+from inference_service.execution.executor import cache_pages, limit_context
+from inference_service.fetch import resolve_model
+from inference_service.kernels import support
+from inference_service.kernels.selection import OPERATORS, select
+from inference_service.models.families import read_config
+
+
+def print_check(config: Config) -> None:
+    """Print it all. Raises ConfigError or ModelError for what would keep `serve` from starting."""
+    console = Console(highlight=False)
+    target = find_device(config)
+    model_dir = resolve_model(config.model.path)
+    shape = limit_context(read_config(model_dir), config)
+    dtype = find_dtype(config, target.device, shape.dtype)
+    pages = cache_pages(config, shape, dtype)
+
+    derived = Table(title="Derived", show_header=False)
+    for name, value in {
+        "model": f"{shape.architecture}, {model_dir}",
+        "dtype": support.dtype_name(dtype),
+        "device": f"{target.name} ({target.architecture})",
+        "context": f"{shape.max_context:,} tokens",
+        "step": f"{config.batch.step_tokens} tokens, at most {config.batch.prefill_tokens} of prefill beside decodes",
+        "KV cache": f"{pages:,} pages of {config.cache.page_size} tokens: {pages * config.cache.page_size:,} tokens",
+    }.items():
+        derived.add_row(name, value)
+
+    chosen = Table("operator", "backend", "why", title="Kernels chosen")
+    for choice in select(config.kernels, target.architecture, dtype):
+        chosen.add_row(choice.row.operator, choice.row.backend, choice.reason)
+
+    table = Table("operator", "backend", "here", "needs", title=f"Support table for {target.architecture} in {support.dtype_name(dtype)}")
+    for operator in OPERATORS:
+        for row in support.rows(operator):
+            needs = ", ".join(f"{package} {version}" for package, version in row.requires.items())
+            table.add_row(operator, row.backend, row.refusal(target.architecture, dtype) or "yes", needs)
+
+    console.print("Configuration", style="bold")
+    console.print_json(data=msgspec.to_builtins(config))
+    console.print(derived, chosen, table, sep="\n\n")
