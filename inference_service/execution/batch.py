@@ -14,7 +14,6 @@ from inference_service.engine.step import Row, StepPlan
 from inference_service.kernels.attention import StepLayout
 from inference_service.kernels.sampling import Draws
 
-
 ALL = 1 << 31
 """As top_k: more than any vocabulary."""
 

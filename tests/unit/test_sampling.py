@@ -13,7 +13,7 @@ from torch import Tensor
 from inference_service.engine.step import Row, StepPlan
 from inference_service.execution.batch import pack
 from inference_service.execution.sampler import sample
-from inference_service.kernels.sampling import TorchSampling, gumbel
+from inference_service.kernels.sampling import TorchSampling, _filter, gumbel
 from inference_service.messages import Sampling
 
 LOGITS = torch.tensor([2.1, 0.3, -1.0, 1.7, 0.0, 0.9, -2.5, 1.2, -0.4, 2.0, -6.0, 0.6])
@@ -117,6 +117,20 @@ def test_a_seed_of_64_bits_counts_in_full() -> None:
     seeds = [0, 1, 1 << 31, 1 << 32, 1 << 63, (1 << 64) - 1]
     ids = [tuple(draw(logits, [Sampling(1.0, 0, 1.0, 0.0, seed)], [position])[0] for position in (1, 2, 3)) for seed in seeds]
     assert len(set(ids)) == len(seeds)
+
+
+@given(st.integers(0, 10**6), st.sampled_from([0, 1, 3, 50, 1000]), st.floats(0.01, 1.0), st.sampled_from([0.0, 0.01, 0.3]))
+@settings(max_examples=100, deadline=None)
+def test_filters_keep_what_their_definition_keeps(seed: int, top_k: int, top_p: float, min_p: float) -> None:
+    """By support: with noise that favours each token in turn, exactly the kept ones can be drawn."""
+    logits = (torch.randn(60, generator=torch.Generator().manual_seed(seed)) * 3).tolist()
+    how = Sampling(0.7, top_k, top_p, min_p, seed)
+    kept = {token for token, probability in enumerate(exact(logits, how)) if probability > 0}
+    best = max(logits)
+    relative = torch.tensor([[(logit - best) / how.temperature for logit in logits]])
+    row = Row(0, 0, 1, [], [0], True, how)
+    filtered = _filter(relative, pack(StepPlan([row]), page_size=1).draws())[0] if (top_k or top_p < 1 or min_p) else relative[0]
+    assert {token for token in range(60) if filtered[token] > float("-inf")} == kept
 
 
 def test_banned_ids_are_never_drawn() -> None:

@@ -1,0 +1,57 @@
+# `make demo` and `make test` do all of their own set-up; what is done already is not done again.
+PYTHON ?= python3
+VENV ?= .venv
+MODEL ?= smollm2-135m-instruct
+
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+STUBS := protos/inference/v1/inference_pb2_grpc.py
+PROTOS := $(wildcard protos/inference/v1/*.proto)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format stubs model clean
+
+help:
+	@echo 'make demo    serve SmolLM2 on this machine, chat, load it for 20 s, show the traces'
+	@echo 'make test    linters, types and all tests'
+	@echo 'make lint    linters and types alone'
+	@echo 'make format  format the code'
+	@echo 'make stubs   generate the gRPC stubs'
+	@echo 'make model   fetch the model of the demo and the tests'
+	@echo 'make clean   remove what make has made (the model stays in its cache)'
+	@echo 'PYTHON=python3.12 make ... chooses the Python of a new virtual environment'
+
+demo: stubs model
+	$(BIN)/python benchmarks/demo.py
+
+test: lint model
+	$(BIN)/python -m pytest
+
+lint: stubs
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/buf lint protos
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+stubs: $(STUBS)
+
+$(STUBS): $(PROTOS) protos/build_stubs.py $(INSTALLED)
+	$(BIN)/python protos/build_stubs.py
+
+model: $(INSTALLED)
+	$(BIN)/inference-service fetch $(MODEL)
+
+$(INSTALLED): pyproject.toml .ci/constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info; (3, 11) <= v[:2] <= (3, 13) or sys.exit(f"Python 3.11 to 3.13 is needed, {sys.executable} is {v[0]}.{v[1]}: make PYTHON=python3.12 ...")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt -e '.[loadgen,dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info .demo .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -f protos/inference/v1/*_pb2*.py protos/inference/v1/*_pb2.pyi
+	find inference_service loadgen benchmarks tests protos -name __pycache__ -prune -exec rm -rf {} +
