@@ -7,11 +7,12 @@ from rich.console import Console
 from rich.table import Table
 
 from inference_service.config import Config
-from inference_service.execution.device import find_device, find_dtype
-from inference_service.execution.executor import cache_pages, limit_context
+from inference_service.execution.device import find_device, find_dtype, find_setting
+from inference_service.execution.loading import choose, limit_context
+from inference_service.execution.memory import cpu_pages
 from inference_service.fetch import resolve_model
 from inference_service.kernels import support
-from inference_service.kernels.selection import OPERATORS, select
+from inference_service.kernels.selection import OPERATORS
 from inference_service.models.families import read_config
 
 
@@ -22,7 +23,12 @@ def print_check(config: Config) -> None:
     model_dir = resolve_model(config.model.path)
     shape = limit_context(read_config(model_dir), config)
     dtype = find_dtype(config, target.device, shape.dtype)
-    pages = cache_pages(config, shape, dtype)
+    setting = find_setting(config, target, shape, dtype)
+    page_size = config.cache.page_size
+    room = f"what is left of {config.cache.gpu_memory_fraction:.0%} of the GPU's memory"
+    if target.device.type == "cpu" or config.cache.pages:
+        pages = cpu_pages(config, shape, dtype)
+        room = f"{pages:,} pages of {page_size} tokens: {pages * page_size:,} tokens"
 
     derived = Table(title="Derived", show_header=False)
     for name, value in {
@@ -31,19 +37,26 @@ def print_check(config: Config) -> None:
         "device": f"{target.name} ({target.architecture})",
         "context": f"{shape.max_context:,} tokens",
         "step": f"{config.batch.step_tokens} tokens, at most {config.batch.prefill_tokens} of prefill beside decodes",
-        "KV cache": f"{pages:,} pages of {config.cache.page_size} tokens: {pages * config.cache.page_size:,} tokens",
+        "KV cache": room,
     }.items():
         derived.add_row(name, value)
 
     chosen = Table("operator", "backend", "why", title="Kernels chosen")
-    for choice in select(config.kernels, target.architecture, dtype):
+    for choice in choose(config, target, shape, dtype):
         chosen.add_row(choice.row.operator, choice.row.backend, choice.reason)
 
-    table = Table("operator", "backend", "here", "needs", title=f"Support table for {target.architecture} in {support.dtype_name(dtype)}")
+    table = Table(
+        "operator",
+        "backend",
+        "here",
+        "CUDA graph",
+        "needs",
+        title=f"Support table for {target.architecture} in {support.dtype_name(dtype)}",
+    )
     for operator in OPERATORS:
         for row in support.rows(operator):
-            needs = ", ".join(f"{package} {version}" for package, version in row.requires.items())
-            table.add_row(operator, row.backend, row.refusal(target.architecture, dtype) or "yes", needs)
+            needs = ", ".join(f"{package} {version}" for package, version in row.needs(target.architecture).items())
+            table.add_row(operator, row.backend, row.refusal(setting) or "yes", "yes" if row.graph else "no", needs)
 
     console.print("Configuration", style="bold")
     console.print_json(data=msgspec.to_builtins(config))

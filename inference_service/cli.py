@@ -1,4 +1,4 @@
-"""The command line: serve, generate, check, fetch, traces."""
+"""The command line: serve, generate, check, prebuild, fetch, traces."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="inference-service", description="Generate text over gRPC: serve a model, ask it, look at its traces.")
+    parser = argparse.ArgumentParser(
+        prog="inference-service", description="Generate text over gRPC: serve a model, ask it, look at its traces."
+    )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
 
@@ -47,6 +49,11 @@ def _parser() -> argparse.ArgumentParser:
 
     check = commands.add_parser("check", parents=[configured], help="show the configuration with what is derived, and the kernels chosen")
     check.set_defaults(run=_check)
+
+    prebuild = commands.add_parser(
+        "prebuild", parents=[configured], help="compile and measure the kernels that the model needs on this GPU"
+    )
+    prebuild.set_defaults(run=_prebuild)
 
     fetch = commands.add_parser("fetch", help="bring a model into the cache and print its directory")
     fetch.add_argument("model", nargs="?", default=Config().model.path, help="a known name or a hub id (default: %(default)s)")
@@ -83,6 +90,12 @@ def _check(args: argparse.Namespace) -> None:
     from inference_service.check import print_check
 
     print_check(load_config(args.config, args.set))
+
+
+def _prebuild(args: argparse.Namespace) -> None:
+    from inference_service.prebuild import prebuild
+
+    prebuild(load_config(args.config, args.set), lambda line: print(line, flush=True))
 
 
 def _fetch(args: argparse.Namespace) -> None:

@@ -82,9 +82,11 @@ class Cache(Section, frozen=True):
     page_size: Count = 16
     """Tokens a page holds."""
     pages: CountOrAuto = 0
-    """Pages in all. 0: as many as memory_gib holds."""
+    """Pages in all. 0: on a CPU as many as memory_gib holds, on a GPU as many as gpu_memory_fraction leaves room for."""
     memory_gib: Annotated[float, Meta(gt=0)] = 1.0
-    """Memory for the pages, where `pages` is 0."""
+    """Memory for the pages on a CPU, where `pages` is 0."""
+    gpu_memory_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.9
+    """Share of the GPU's memory that weights, graphs, activations and pages may use together, where `pages` is 0."""
     prefix: bool = True
     """Keeps pages of finished requests and shares them with requests of the same beginning."""
 
@@ -92,11 +94,14 @@ class Cache(Section, frozen=True):
 class Kernels(Section, frozen=True):
     """The backend to force for an operator; auto: what is measured fastest, else the support table's first."""
 
-    attention: str = "auto"
+    attention_decode: str = "auto"
+    attention_prefill: str = "auto"
+    kv_append: str = "auto"
+    """QK norm, rotary embedding, and appending to the cache."""
+    routing: str = "auto"
     moe: str = "auto"
     gemm: str = "auto"
     norm: str = "auto"
-    rope: str = "auto"
     sampling: str = "auto"
 
 
@@ -136,6 +141,11 @@ class Workload(Section, frozen=True):
     input_tokens: Count = 128
     output_tokens: Count = 64
     temperature: Annotated[float, Meta(ge=0)] = 0.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    seeded: bool = True
+    """Each request brings a seed, so that a sampled answer can be had again. Some servers sample such rows more slowly."""
+    vocab_size: CountOrAuto = 0
+    """Prompts are of token ids below it. 0: the model's vocabulary without its end-of-sequence ids, where the target tells them."""
 
 
 class Loadtest(Section, frozen=True):
@@ -144,6 +154,12 @@ class Loadtest(Section, frozen=True):
     target: str = "grpc://127.0.0.1:50051"
     concurrency: tuple[Count, ...] = (4,)
     duration_s: Annotated[float, Meta(gt=0)] = 20.0
+    requests: CountOrAuto = 0
+    """End the run when so many requests have ended in the window, if duration_s has not passed before."""
+    warmup_requests: CountOrAuto = 0
+    """Requests of each user, on average, that come before the window opens."""
+    warmup_s: Seconds = 0.0
+    """Nor does the window open before the run is so old."""
     workload: Workload = Workload()
     seed: int = 0
     timeout_s: Annotated[float, Meta(gt=0)] = 120.0
@@ -152,6 +168,34 @@ class Loadtest(Section, frozen=True):
     """JSON lines, one client span a request; used where no OTLP endpoint is set."""
     json_file: str = ""
     """Where the summary goes as JSON. Empty: to the terminal alone, as a table."""
+
+
+class Endpoint(Section, frozen=True):
+    """A server that takes part in a comparison."""
+
+    url: str
+    """What the load generator calls its target."""
+    serve: str = ""
+    """The command that starts it, in which {python}, {model} and {file} stand for this Python, model.path and the YAML file's path.
+    Empty: it runs already."""
+    env: dict[str, str] = {}
+    """Set in its environment."""
+    ready_s: Annotated[float, Meta(gt=0)] = 600.0
+    """How long it may take to start."""
+    probe: str = ""
+    """A command run after each cell, which prints a JSON object with more of its figures, such as {"distinct_experts": 61.2}."""
+
+
+class Comparison(Section, frozen=True):
+    """What `python -m baselines.compare` compares, and how."""
+
+    targets: dict[str, Endpoint] = {}
+    cells: str = "128/256@1,8,32"
+    """Input / output tokens @ concurrencies, and more of them after spaces; docs/load-testing.md has the grammar."""
+    window_s: tuple[Annotated[float, Meta(gt=0)], Annotated[float, Meta(gt=0)]] = (8.0, 16.0)
+    """How long a cell is measured: at concurrency 1, and at 256; between, by the logarithm."""
+    processes: Count = 8
+    """Most load generator processes; 4 or more for a concurrency of 4 or more."""
 
 
 class Config(Section, frozen=True):
@@ -165,6 +209,7 @@ class Config(Section, frozen=True):
     server: Server = Server()
     telemetry: Telemetry = Telemetry()
     loadtest: Loadtest = Loadtest()
+    comparison: Comparison = Comparison()
 
 
 def load_config(path: str | Path | None = None, overrides: list[str] | None = None) -> Config:

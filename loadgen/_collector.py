@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from typing import Any, cast
 
 import gevent  # type: ignore[import-untyped]
@@ -34,7 +35,9 @@ class Collector:
         self._options.loadgen_epoch = 0
         self._running: set[str] = set()
         self._unreported = False
-        self._gave_up = False
+        self._ending = False
+        self._warming = False
+        self._timer = gevent.Greenlet()
         self._measures = Measures()
 
     def begin(self, **_: Any) -> None:
@@ -42,7 +45,11 @@ class Collector:
         self._open_window()
         self._running.clear()
         self._unreported = True
-        self._gave_up = False
+        self._ending = False
+        self._timer.kill()
+        self._loadtest = resolved(self._environment).loadtest
+        self._warming = self._loadtest.warmup_requests > 0 or self._loadtest.warmup_s > 0
+        self._began_s = time.monotonic()
         self._environment.process_exit_code = None
 
     def reset(self, **_: Any) -> None:
@@ -91,21 +98,44 @@ class Collector:
             self._running.add(msg.node_id)
         if msg.data["epoch"] == self._options.loadgen_epoch:
             self._measures.merge(msgspec.msgpack.decode(msg.data["measures"], type=Measures))
+            if not msg.data["final"]:
+                self._advance()
+
+    def _advance(self) -> None:
+        """From the warm-up to the window, and from there to the end where it is set by a number of requests."""
+        ended, loadtest = self._measures.completed + self._measures.failed, self._loadtest
+        if self._warming:
+            enough = ended >= loadtest.warmup_requests * self._runner.target_user_count
+            if enough and time.monotonic() - self._began_s >= loadtest.warmup_s:
+                self._warming = False
+                self.reset()
+                if self._options.loadgen_timed:
+                    self._timer = gevent.spawn_later(loadtest.duration_s, self._end_run)
+        elif loadtest.requests and ended >= loadtest.requests:
+            self._end_run()
+
+    def _end_run(self) -> None:
+        if self._ending:
+            return
+        self._ending = True
+        # Not in this greenlet: it may be one of those that are ended.
+        gevent.spawn(self._runner.quit if self._options.headless else self._runner.stop)
 
     def _give_up(self, msg: Message, **_: Any) -> None:
-        if self._gave_up:
+        if self._ending:
             return
-        self._gave_up = True
         self._unreported = False
         log.error("%s", msg.data["error"])
         self._environment.process_exit_code = 1
-        # Not in this greenlet: it is one of those that are ended.
-        gevent.spawn(self._runner.quit if self._options.headless else self._runner.stop)
+        self._end_run()
 
     def _report(self) -> None:
         if not self._unreported:
             return
         self._unreported = False
+        if self._warming:
+            log.warning("the run ended in its warm-up: nothing was measured")
+            self._measures = Measures()
         summary = self.summary
         print_summary(summary)
         if not self._options.json_out:

@@ -45,7 +45,9 @@ def resolve(environment: Environment) -> None:
         options.num_users = loadtest.concurrency[0]
     if options.spawn_rate is None:
         options.spawn_rate = min(options.num_users, _MAX_SPAWN_RATE)
-    if options.run_time is None and (options.headless or options.autostart):
+    # After a warm-up, whose end nobody knows beforehand, the collector ends the run.
+    options.loadgen_timed = options.run_time is None and bool(options.headless or options.autostart)
+    if options.loadgen_timed and not (loadtest.warmup_requests or loadtest.warmup_s):
         options.run_time = loadtest.duration_s
     options.json_out = options.json_out or loadtest.json_file
     if options.json_out:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from urllib.parse import urlsplit
 
 import grpc
 
 from inference.v1 import generate_pb2, inference_pb2_grpc, info_pb2
-from inference_service.telemetry.tracing import ClientSpan, Tracing
-from loadgen._target import ErrorClass, Failure, Model, Observation, Request, TargetError
+from inference_service.telemetry.tracing import Tracing
+from loadgen._target import ErrorClass, Failure, Model, Observation, Request, TargetError, end_span, miscount
 
 _PROBE_S = 10.0
 """How long a target may take to say what it serves. A port where nobody listens says so at once."""
@@ -32,16 +31,15 @@ _ERROR_CLASSES = {
 class GrpcTarget:
     """`grpc://HOST:PORT`, where inference.v1.InferenceService listens. Under gevent, gRPC must have been told so before."""
 
-    def __init__(self, url: str, timeout_s: float, tracing: Tracing) -> None:
-        """`timeout_s` is each request's deadline. Raises TargetError for an address of another kind."""
-        parts = urlsplit(url)
-        if parts.scheme != "grpc" or not parts.netloc or parts.path.strip("/"):
-            raise TargetError(f"target {url!r}: write grpc://HOST:PORT")
+    protocol = "grpc"
+
+    def __init__(self, url: str, address: str, timeout_s: float, tracing: Tracing) -> None:
+        """`address` is the URL's HOST:PORT, `timeout_s` each request's deadline."""
         self._url = url
         self._timeout_s = timeout_s
         self._tracing = tracing
         self._model_name = ""
-        self._channel = grpc.insecure_channel(parts.netloc, options=_OPTIONS)
+        self._channel = grpc.insecure_channel(address, options=_OPTIONS)
         self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
 
     def model(self) -> Model:
@@ -72,7 +70,7 @@ class GrpcTarget:
                     observation.cached_tokens = response.accepted.cached_tokens
                 elif event == "finished":
                     finished = response.finished
-            observation.failure = _breach(observation, finished)
+            observation.failure = _breach(observation, request, finished)
             observation.cut_off = False
         except grpc.RpcError as error:
             code = error.code()
@@ -82,7 +80,7 @@ class GrpcTarget:
             observation.ended_ns = time.monotonic_ns()
             # Nothing to do after the end of a stream; where the greenlet is killed in the middle, this is what ends the call.
             call.cancel()
-            _end_span(span, observation, request_id, self._model_name)
+            end_span(span, observation, request_id, self._model_name)
 
     def close(self) -> None:
         self._channel.close()
@@ -92,38 +90,15 @@ def _message(request: Request) -> generate_pb2.GenerateRequest:
     return generate_pb2.GenerateRequest(
         token_ids=generate_pb2.TokenIds(ids=request.token_ids),
         # Every field that shapes the draw is given, so that no default of the model's changes the work between targets.
-        sampling=generate_pb2.SamplingParams(temperature=request.temperature, top_k=0, top_p=1.0, min_p=0.0, seed=request.seed),
+        sampling=generate_pb2.SamplingParams(temperature=request.temperature, top_k=0, top_p=request.top_p, min_p=0.0, seed=request.seed),
         stopping=generate_pb2.StopConditions(max_tokens=request.output_tokens, ignore_eos=True),
     )
 
 
-def _breach(observation: Observation, finished: generate_pb2.Finished | None) -> Failure | None:
+def _breach(observation: Observation, request: Request, finished: generate_pb2.Finished | None) -> Failure | None:
     """How an answer that ended with OK broke the protocol, if it did."""
     if finished is None:
         return Failure(ErrorClass.SERVER, "PROTOCOL", "the stream ended without Finished")
     if finished.reason == generate_pb2.FINISH_REASON_ABORTED:
         return Failure(ErrorClass.CANCELLED, "ABORTED", "somebody called Abort")
-    received, reported = observation.output_tokens, finished.usage.completion_tokens
-    if received != reported:
-        return Failure(ErrorClass.SERVER, "PROTOCOL", f"{received} token ids received, but usage.completion_tokens is {reported}")
-    return None
-
-
-def _end_span(span: ClientSpan, observation: Observation, request_id: str, model: str) -> None:
-    arrivals = observation.arrivals
-    code, message = "OK", ""
-    if observation.cut_off:
-        code, message = "CANCELLED", "cut off by the load test's end"
-    elif observation.failure:
-        code, message = observation.failure.code, observation.failure.message
-    span.end(
-        code,
-        message=message,
-        end_ns=observation.ended_ns,
-        first_token_ns=arrivals[0][0] if arrivals else 0,
-        last_token_ns=arrivals[-1][0] if arrivals else 0,
-        request_id=request_id,
-        model=model,
-        prompt_tokens=observation.input_tokens,
-        completion_tokens=observation.output_tokens,
-    )
+    return miscount(observation, request, finished.usage.completion_tokens)

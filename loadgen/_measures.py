@@ -16,6 +16,9 @@ import msgspec
 from loadgen._histogram import Histogram
 from loadgen._target import ErrorClass, Observation
 
+_LEAST_USAGE_NS = 500_000_000
+"""A shorter time says little about how busy a process is."""
+
 
 class Errors(msgspec.Struct):
     """Failed requests of one class."""
@@ -46,11 +49,18 @@ class Measures(msgspec.Struct):
     tpot: Histogram = msgspec.field(default_factory=Histogram)
     itl: Histogram = msgspec.field(default_factory=Histogram)
     e2e: Histogram = msgspec.field(default_factory=Histogram)
+    receive_lag: Histogram = msgspec.field(default_factory=Histogram)
+    """How late the loops of the processes are: what a message may have waited before it was seen."""
+    wall_ns: int = 0
+    """Time that the processes ran, summed."""
+    cpu_ns: int = 0
+    busiest_cpu: float = 0.0
+    """The largest share of a core that a process used between two of its reports."""
 
     def add(self, observation: Observation, since_ns: int = 0) -> None:
         """Count one request. `since_ns` is when the window opened, in the observation's clock: what came before it is left out.
 
-        Latencies are those of completed requests only: a failure must not look fast.
+        Latencies are those of completed requests sent in the window only: a failure must not look fast, nor warm-up slow.
         """
         arrivals = observation.arrivals
         self.in_flight_ns += observation.ended_ns - max(observation.sent_ns, since_ns)
@@ -65,13 +75,21 @@ class Measures(msgspec.Struct):
             self._add_error(failure.kind, 1, f"{failure.code}: {failure.message}")
         else:
             self.completed += 1
-            self._add_latencies(observation)
+            if observation.sent_ns >= since_ns:
+                self._add_latencies(observation)
+
+    def add_usage(self, wall_ns: int, cpu_ns: int) -> None:
+        """Count what a process used since its last report."""
+        self.wall_ns += wall_ns
+        self.cpu_ns += cpu_ns
+        if wall_ns >= _LEAST_USAGE_NS:
+            self.busiest_cpu = max(self.busiest_cpu, cpu_ns / wall_ns)
 
     def merge(self, other: Measures) -> None:
         if other.began_unix_ns:
             self.began_unix_ns = min(self.began_unix_ns or other.began_unix_ns, other.began_unix_ns)
         self.ended_unix_ns = max(self.ended_unix_ns, other.ended_unix_ns)
-        for name in ("completed", "cut_off", "in_flight_ns", "input_tokens", "cached_tokens", "output_tokens"):
+        for name in ("completed", "cut_off", "in_flight_ns", "input_tokens", "cached_tokens", "output_tokens", "wall_ns", "cpu_ns"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for kind, errors in other.errors.items():
             self._add_error(kind, errors.count, errors.example)
@@ -79,6 +97,8 @@ class Measures(msgspec.Struct):
         self.tpot.merge(other.tpot)
         self.itl.merge(other.itl)
         self.e2e.merge(other.e2e)
+        self.receive_lag.merge(other.receive_lag)
+        self.busiest_cpu = max(self.busiest_cpu, other.busiest_cpu)
 
     @property
     def failed(self) -> int:

@@ -48,6 +48,8 @@ def summarize(measures: Measures, config: Config, target: str, users: int) -> di
         "tpot_ms": _latency(measures.tpot),
         "itl_ms": _latency(measures.itl),
         "e2e_ms": _latency(measures.e2e),
+        "receive_lag_ms": _latency(measures.receive_lag),
+        "client_cpu": {"mean": measures.cpu_ns / measures.wall_ns if measures.wall_ns else None, "busiest": measures.busiest_cpu},
     }
 
 
@@ -84,6 +86,9 @@ def print_summary(summary: dict[str, Any]) -> None:
         f"tokens/s: {tokens['output_per_s']:.1f} output, {tokens['input_per_s']:.1f} input "
         f"({tokens['cached']} of {tokens['input']} from the prefix cache)"
     )
+    lag_ms, cpu = summary["receive_lag_ms"]["p99"], summary["client_cpu"]
+    if lag_ms is not None:
+        console.print(f"load generator: {lag_ms:.1f} ms late at p99; {cpu['mean']:.0%} of a core a process, {cpu['busiest']:.0%} at most")
     for kind, errors in summary["errors"].items():
         console.print(f"  {kind}: {errors['count']}, such as {errors['example']}", markup=False)
     console.print(_latency_table(summary))

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
+from inference_service.telemetry.tracing import ClientSpan
+
 
 class TargetError(Exception):
     """The load test cannot begin; the message names the target or the key to change."""
@@ -40,7 +42,9 @@ class Request:
     output_tokens: int
     """Exactly so many are asked for: the end-of-sequence token is ignored."""
     temperature: float
-    seed: int
+    top_p: float
+    seed: int | None
+    """None: the server draws one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +53,9 @@ class Model:
 
     name: str
     vocab_size: int
+    """0: the target does not tell."""
     max_context: int
+    """0: the target does not tell."""
     eos_token_ids: frozenset[int]
 
 
@@ -83,8 +89,42 @@ class Observation:
         return sum(tokens for _, tokens in self.arrivals)
 
 
+def miscount(observation: Observation, request: Request, reported: int) -> Failure | None:
+    """How an answer's length is wrong, if it is: the tokens received, those the server reports and those asked for must agree."""
+    received = observation.output_tokens
+    if received != reported:
+        return Failure(ErrorClass.SERVER, "PROTOCOL", f"{received} token ids received, but usage.completion_tokens is {reported}")
+    if received != request.output_tokens:
+        return Failure(ErrorClass.SERVER, "PROTOCOL", f"{received} tokens received, but {request.output_tokens} were asked for")
+    return None
+
+
+def end_span(span: ClientSpan, observation: Observation, request_id: str, model: str) -> None:
+    """Write the client's span of a request that is over."""
+    arrivals = observation.arrivals
+    code, message = "OK", ""
+    if observation.cut_off:
+        code, message = "CANCELLED", "cut off by the load test's end"
+    elif observation.failure:
+        code, message = observation.failure.code, observation.failure.message
+    span.end(
+        code,
+        message=message,
+        end_ns=observation.ended_ns,
+        first_token_ns=arrivals[0][0] if arrivals else 0,
+        last_token_ns=arrivals[-1][0] if arrivals else 0,
+        request_id=request_id,
+        model=model,
+        prompt_tokens=observation.input_tokens,
+        completion_tokens=observation.output_tokens,
+    )
+
+
 class Target(Protocol):
     """A server under load. Made in the process that uses it, after Locust's fork."""
+
+    protocol: str
+    """Its name in Locust's own table."""
 
     def model(self) -> Model:
         """Ask what is served. Raises TargetError where nothing answers."""

@@ -93,9 +93,8 @@ class Step:
 def pack(plan: StepPlan, page_size: int) -> Step:
     """Read everything out of a plan, which the scheduler may change as soon as this returns. Raises ValueError for an impossible row."""
     rows = plan.rows
+    check_rows(rows, page_size)
     decodes = sum(row.is_decode for row in rows)
-    for index, row in enumerate(rows):
-        _check(row, index < decodes, page_size)
     sampling = [row for row in rows if row.samples]
     drawn = [(index, row) for index, row in enumerate(sampling) if row.sampling.temperature > 0]
     filters = [row.sampling for _, row in drawn]
@@ -172,13 +171,18 @@ class InputBuffers:
         return view.copy_(values, non_blocking=True) if len(values) else view
 
 
-def _check(row: Row, decodes: bool, page_size: int) -> None:
-    if row.is_decode != decodes:
-        raise ValueError(f"slot {row.slot}: decode rows must stand before prefill rows")
-    if row.length != (1 if row.is_decode else len(row.token_ids)):
-        raise ValueError(f"slot {row.slot}: length {row.length} does not fit its {len(row.token_ids)} token ids")
-    if row.position > len(row.pages) * page_size:
-        raise ValueError(f"slot {row.slot}: {len(row.pages)} pages do not cover {row.position} tokens")
+def check_rows(rows: list[Row], page_size: int) -> None:
+    """Raises ValueError for a row that is impossible, or stands where it must not."""
+    prefills = False
+    for row in rows:
+        if row.token_ids:
+            prefills = True
+        elif prefills:
+            raise ValueError(f"slot {row.slot}: decode rows must stand before prefill rows")
+        if row.length != (len(row.token_ids) or 1):
+            raise ValueError(f"slot {row.slot}: length {row.length} does not fit its {len(row.token_ids)} token ids")
+        if row.start + row.length > len(row.pages) * page_size:
+            raise ValueError(f"slot {row.slot}: {len(row.pages)} pages do not cover {row.position} tokens")
 
 
 def _page_table(rows: list[Row], page_size: int) -> Tensor:

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from inference_service.config import Config, ConfigError
-from inference_service.models.config import DTYPES
+from inference_service.kernels.support import Setting
+from inference_service.kernels.versions import installed_versions
+from inference_service.models.config import DTYPES, ModelConfig
 
 
 @dataclass(frozen=True)
@@ -42,3 +44,9 @@ def find_dtype(config: Config, device: torch.device, checkpoint: torch.dtype) ->
     if config.model.dtype == "auto":
         return torch.float32 if device.type == "cpu" else checkpoint
     return DTYPES[config.model.dtype]
+
+
+def find_setting(config: Config, target: TargetDevice, shape: ModelConfig, dtype: torch.dtype) -> Setting:
+    """What decides which kernels can run."""
+    group = shape.heads // shape.kv_heads
+    return Setting(target.architecture, dtype, shape.head_dim, group, config.cache.page_size, installed_versions())

@@ -1,30 +1,21 @@
-"""The executor: builds the model and its cache, and runs steps one after the other on a thread of its own."""
+"""The executor for any device of PyTorch's: runs steps one after the other on a thread of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from inference_service.config import Config, ConfigError
+from inference_service.config import Config
 from inference_service.engine.step import Executor, ExecutorInfo, StepPlan, StepResult, Ticket
 from inference_service.execution.batch import InputBuffers, Step, pack
-from inference_service.execution.device import find_device, find_dtype
+from inference_service.execution.loading import Report, load_model
+from inference_service.execution.memory import cpu_pages
 from inference_service.execution.sampler import sample, to_logprobs
-from inference_service.kernels.selection import make_operators, select
-from inference_service.kernels.support import dtype_name
-from inference_service.models.checkpoint import load_checkpoint
-from inference_service.models.config import ModelConfig
 from inference_service.models.decoder import Decoder
-from inference_service.models.dummy import fill_dummy
-from inference_service.models.families import make_model, read_config
-from inference_service.models.layers import Build
-
-GIB = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -62,70 +53,28 @@ class TorchExecutor:
             return StepResult([], [])
         ids_N, scores = sample(logits_NV, step, self._model.operators.sampling)
         self._buffers.last_token_id_S.index_copy_(0, step.tensors.slots_N, ids_N)
-        return StepResult(ids_N.tolist(), to_logprobs(step, scores))
+        return StepResult(ids_N.tolist(), to_logprobs(step.alternatives, scores))
 
 
-def build_executor(config: Config, model_dir: Path, progress: Callable[[str], None]) -> Executor:
+def build_executor(config: Config, model_dir: Path, progress: Report) -> Executor:
     """Load the model and size its cache; `progress` is told each step and each derived number.
 
     Raises ConfigError or ModelError, which name the key, or the file and the tensor.
     """
     _set_threads(config.device.threads)
-    target = find_device(config)
-    shape = _limit_context(read_config(model_dir), config)
-    dtype = find_dtype(config, target.device, shape.dtype)
-    choices = select(config.kernels, target.architecture, dtype)
-    for choice in choices:
-        progress(f"kernel {choice.row.operator}: {choice.row.backend} ({choice.reason})")
-    progress(f"{shape.architecture} in {dtype_name(dtype)} on {target.name} ({target.architecture}), {torch.get_num_threads()} threads")
+    loaded = load_model(config, model_dir, progress)
+    if loaded.target.device.type == "cuda":
+        from inference_service.execution.cuda_start import build_cuda_executor
 
-    model = make_model(Build(make_operators(choices), dtype, target.device), shape)
-    weights = model.weights()
-    parameters = sum(weight.numel() for weight in weights.values())
-    progress(f"loading {parameters / 1e6:,.1f} M parameters ({'random' if config.model.load_format == 'dummy' else model_dir})")
-    if config.model.load_format == "dummy":
-        fill_dummy(weights)
-    else:
-        load_checkpoint(model_dir, weights, shape.tied_embeddings)
-    weights.clear()
-    model.pack()
-
-    pages = _page_count(config, shape, dtype)
-    progress(f"KV cache: {pages:,} pages of {config.cache.page_size} tokens, {pages * config.cache.page_size:,} tokens")
-    caches = model.new_cache(pages, config.cache.page_size, target.device)
-    max_pages = -(-shape.max_context // config.cache.page_size)
-    buffers = InputBuffers(config.batch.max_requests, config.batch.max_step_tokens, max_pages, target.device)
-    info = ExecutorInfo(
-        architecture=shape.architecture,
-        dtype=dtype_name(dtype),
-        parameters=parameters,
-        vocab_size=shape.vocab_size,
-        max_context=shape.max_context,
-        device=target.name,
-        device_arch=target.architecture,
-        pages=pages,
-        kernels=[choice.message() for choice in choices],
-    )
-    return TorchExecutor(model, caches, buffers, info, config.device.threads)
+        return build_cuda_executor(config, loaded, progress)
+    shape, page_size = loaded.shape, config.cache.page_size
+    pages = cpu_pages(config, shape, loaded.dtype)
+    progress(f"KV cache: {pages:,} pages of {page_size} tokens, {pages * page_size:,} tokens")
+    caches = loaded.model.new_cache(pages, page_size, loaded.target.device)
+    buffers = InputBuffers(config.batch.max_requests, config.batch.step_tokens, -(-shape.max_context // page_size), loaded.target.device)
+    return TorchExecutor(loaded.model, caches, buffers, loaded.info(pages), config.device.threads)
 
 
 def _set_threads(threads: int) -> None:
     if threads:
         torch.set_num_threads(threads)
-
-
-def _limit_context(shape: ModelConfig, config: Config) -> ModelConfig:
-    wanted = config.model.max_context
-    if wanted > shape.max_context:
-        raise ConfigError(f"model.max_context: {wanted} is more than the {shape.max_context} that the model declares")
-    return replace(shape, max_context=wanted) if wanted else shape
-
-
-def _page_count(config: Config, shape: ModelConfig, dtype: torch.dtype) -> int:
-    if config.cache.pages:
-        return config.cache.pages
-    token_bytes = 2 * shape.layers * shape.kv_heads * shape.head_dim * dtype.itemsize
-    pages = int(config.cache.memory_gib * GIB) // (token_bytes * config.cache.page_size)
-    if not pages:
-        raise ConfigError(f"cache.memory_gib: {config.cache.memory_gib} GiB hold no page of {token_bytes * config.cache.page_size:,} bytes")
-    return pages

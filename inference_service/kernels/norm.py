@@ -1,6 +1,6 @@
 """Root-mean-square norms.
 
-Shapes: T tokens, C hidden size, H heads, D head dim.
+Shapes: T tokens, C hidden size.
 """
 
 from __future__ import annotations
@@ -17,11 +17,7 @@ class Norm(Protocol):
     def rms_norm(self, x_TC: Tensor, weight_C: Tensor, eps: float) -> Tensor: ...
 
     def add_rms_norm(self, x_TC: Tensor, residual_TC: Tensor, weight_C: Tensor, eps: float) -> Tensor:
-        """Add x to the residual, in place, and give the residual's norm."""
-        ...
-
-    def qk_norm(self, q_THD: Tensor, k_THD: Tensor, q_weight_D: Tensor, k_weight_D: Tensor, eps: float) -> None:
-        """Norm each head of q and k in place."""
+        """Add x to the residual, in place, and give the residual's norm, which may take the place of x."""
         ...
 
 
@@ -33,7 +29,3 @@ class TorchNorm:
 
     def add_rms_norm(self, x_TC: Tensor, residual_TC: Tensor, weight_C: Tensor, eps: float) -> Tensor:
         return self.rms_norm(residual_TC.add_(x_TC), weight_C, eps)
-
-    def qk_norm(self, q_THD: Tensor, k_THD: Tensor, q_weight_D: Tensor, k_weight_D: Tensor, eps: float) -> None:
-        q_THD.copy_(self.rms_norm(q_THD, q_weight_D, eps))
-        k_THD.copy_(self.rms_norm(k_THD, k_weight_D, eps))

@@ -7,7 +7,7 @@ Shapes: R rows, X rows that draw at random, F of these with a filter, V vocabula
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -38,15 +38,65 @@ class Draws:
 
 
 class Sampling(Protocol):
-    """Draws a token a row."""
+    """Draws a token a row, as ids_R in int64. A logit of -inf is never drawn."""
 
     def __call__(self, logits_RV: Tensor, draws: Draws) -> Tensor:
-        """The drawn ids_R, int64. A logit of -inf is never drawn."""
+        """Draw by fields that the host has sorted out."""
+        ...
+
+    def greedy(self, logits_RV: Tensor) -> Tensor:
+        """The best of each row."""
+        ...
+
+    def sample_padded(
+        self,
+        logits_RV: Tensor,
+        temperature_R: Tensor,
+        top_k_R: Tensor,
+        top_p_R: Tensor,
+        min_p_R: Tensor,
+        seed_R: Tensor,
+        position_R: Tensor,
+    ) -> Tensor:
+        """Draw by one value a row in each tensor. float32: temperature (0: greedy), top_p, min_p; int32 or int64: top_k (0, or the
+        vocabulary's size and more: all), seed, position."""
         ...
 
 
 class TorchSampling:
-    """Plain tensor operations; a step of greedy rows is one argmax."""
+    """Plain tensor operations; a step of greedy rows is one argmax. `sample_padded` waits for the device: it is the reference."""
+
+    def greedy(self, logits_RV: Tensor) -> Tensor:
+        return logits_RV.argmax(dim=-1)
+
+    def sample_padded(
+        self,
+        logits_RV: Tensor,
+        temperature_R: Tensor,
+        top_k_R: Tensor,
+        top_p_R: Tensor,
+        min_p_R: Tensor,
+        seed_R: Tensor,
+        position_R: Tensor,
+    ) -> Tensor:
+        random_X = temperature_R.nonzero().flatten()
+        values = (temperature_R, top_k_R, top_p_R, min_p_R, seed_R, position_R)
+        temperature_X, top_k_X, top_p_X, min_p_X, seed_X, position_X = (tensor[random_X] for tensor in values)
+        top_k_X = torch.where(top_k_X > 0, top_k_X.to(torch.int64), 1 << 31)
+        filtered_F = ((top_k_X < logits_RV.shape[-1]) | (top_p_X < 1) | (min_p_X > 0)).nonzero().flatten()
+        draws = Draws(
+            random_X=random_X,
+            filtered_F=filtered_F,
+            top_k_limit=int(top_k_X[filtered_F].max()) if len(filtered_F) else 0,
+            any_top_p=bool((top_p_X < 1).any()),
+            temperature_X=temperature_X,
+            top_k_X=top_k_X,
+            top_p_X=top_p_X,
+            min_p_X=min_p_X,
+            seed_X=seed_X.to(torch.int64),
+            position_X=position_X.to(torch.int64),
+        )
+        return self(logits_RV, draws)
 
     def __call__(self, logits_RV: Tensor, draws: Draws) -> Tensor:
         ids_R = logits_RV.argmax(dim=-1)
@@ -58,6 +108,44 @@ class TorchSampling:
                 logits_XV[draws.filtered_F] = _filter(logits_XV[draws.filtered_F], draws)
             noise_XV = gumbel(draws.seed_X, draws.position_X, logits_XV.shape[-1])
             ids_R[draws.random_X] = noise_XV.add_(logits_XV).argmax(dim=-1)
+        return ids_R
+
+
+class TritonSampling:
+    """Own kernels: thresholds found by search, then noise, sum and argmax in one pass. Nothing waits, no shape depends on data."""
+
+    def __init__(self) -> None:
+        from inference_service.kernels import triton_sampling
+
+        self._kernels: Any = triton_sampling
+
+    def greedy(self, logits_RV: Tensor) -> Tensor:
+        ids_R: Tensor = self._kernels.greedy(logits_RV)
+        return ids_R
+
+    def sample_padded(
+        self,
+        logits_RV: Tensor,
+        temperature_R: Tensor,
+        top_k_R: Tensor,
+        top_p_R: Tensor,
+        min_p_R: Tensor,
+        seed_R: Tensor,
+        position_R: Tensor,
+    ) -> Tensor:
+        ids_R: Tensor = self._kernels.draw(logits_RV, temperature_R, top_k_R, top_p_R, min_p_R, seed_R, position_R)
+        return ids_R
+
+    def __call__(self, logits_RV: Tensor, draws: Draws) -> Tensor:
+        if not len(draws.random_X):
+            return self.greedy(logits_RV)
+
+        def spread(values_X: Tensor) -> Tensor:
+            return values_X.new_zeros(len(logits_RV)).index_copy_(0, draws.random_X, values_X)
+
+        rows = (spread(draws.temperature_X), spread(draws.top_k_X), spread(draws.top_p_X), spread(draws.min_p_X))
+        any_filter = bool(draws.top_k_limit), draws.any_top_p
+        ids_R: Tensor = self._kernels.draw(logits_RV, *rows, spread(draws.seed_X), spread(draws.position_X), *any_filter)
         return ids_R
 
 

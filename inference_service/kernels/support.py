@@ -5,18 +5,54 @@ A capability is looked up here, never found out by trying. Rows of an operator s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from inference_service.kernels import attention, gemm, moe, norm, rope, sampling
+from inference_service.kernels import (
+    attention_torch,
+    flashinfer_elementwise,
+    flashinfer_fmha_v2,
+    flashinfer_moe,
+    flashinfer_paged,
+    flashinfer_xqa,
+    gemm,
+    kv_append,
+    moe,
+    norm,
+    routing,
+    sampling,
+    small_gemm,
+)
+from inference_service.kernels.versions import CUDA_OF_FLASHINFER, at_least
 
 FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
+HALVES = frozenset({torch.bfloat16, torch.float16})
 GPUS = frozenset({"sm_75", "sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "sm_100", "sm_103", "sm_110", "sm_120", "sm_121"})
 CPUS = frozenset({"x86_64", "aarch64", "arm64"})
 ANY = GPUS | CPUS
+FLASHINFER = {"flashinfer": "0.6.13"}
+TRITON = {"triton": "3.6"}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where a backend would run, and for which model."""
+
+    architecture: str
+    dtype: torch.dtype
+    head_dim: int
+    group: int
+    """Query heads that share a KV head."""
+    page_size: int
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """Of flashinfer, triton and cuda, as far as they are there."""
+
+
+def _unlimited(setting: Setting) -> str:
+    return ""
 
 
 @dataclass(frozen=True)
@@ -25,29 +61,194 @@ class Row:
 
     operator: str
     backend: str
-    make: type[Any]
-    """The class that implements the operator's protocol; made without arguments."""
+    make: Callable[[], Any]
+    """Gives what implements the operator's protocol."""
     architectures: frozenset[str] = ANY
     dtypes: frozenset[torch.dtype] = FLOATS
     elsewhere: str = ""
     """Why other architectures are a no."""
     otherwise: str = ""
     """Why other dtypes are a no."""
+    limit: Callable[[Setting], str] = _unlimited
+    """Why the model's shape, or a pair of architecture and dtype, is a no; empty where it is not."""
     requires: Mapping[str, str] = field(default_factory=dict)
-    """The lowest version of each package beyond torch that has it."""
+    """The lowest version of each package beyond torch that it was tried with."""
+    graph: bool = True
+    """Whether a CUDA graph can hold it: it reads what changes from step to step on the device, and leaves padded rows alone."""
 
-    def refusal(self, architecture: str, dtype: torch.dtype) -> str:
+    def needs(self, architecture: str) -> dict[str, str]:
+        """`requires`, and the CUDA version from which FlashInfer compiles for an architecture."""
+        cuda = CUDA_OF_FLASHINFER.get(architecture) if "flashinfer" in self.requires else None
+        return dict(self.requires) | ({"cuda": cuda} if cuda else {})
+
+    def refusal(self, setting: Setting) -> str:
         """Why it cannot run there; empty where it can."""
-        if architecture not in self.architectures:
-            return f"{self.operator} by {self.backend} does not run on {architecture}: {self.elsewhere or 'untried'}"
-        if dtype not in self.dtypes:
-            return f"{self.operator} by {self.backend} does not run in {dtype_name(dtype)}: {self.otherwise or 'untried'}"
+        name, where = f"{self.operator} by {self.backend}", setting.architecture
+        if where not in self.architectures:
+            return f"{name} does not run on {where}: {self.elsewhere or 'untried'}"
+        if setting.dtype not in self.dtypes:
+            return f"{name} does not run in {dtype_name(setting.dtype)}: {self.otherwise or 'untried'}"
+        if limit := self.limit(setting):
+            return f"{name} {limit}"
+        for package, lowest in self.needs(where).items():
+            found = setting.versions.get(package)
+            if found is None or not at_least(found, lowest):
+                return f"{name} needs {package} {lowest} or newer{f', not {found}' if found else ', which is not there'}"
         return ""
 
 
+def _xqa(setting: Setting) -> str:
+    if setting.page_size not in (16, 32, 64, 128):
+        return f"takes pages of 16, 32, 64 or 128 tokens, not {setting.page_size}"
+    if setting.head_dim % 16 or setting.head_dim > 256:
+        return f"takes a head dim that is a multiple of 16 up to 256, not {setting.head_dim}"
+    return f"takes at most 32 query heads a KV head, not {setting.group}" if setting.group > 32 else ""
+
+
+def _fa2(setting: Setting) -> str:
+    if setting.architecture == "sm_75" and setting.dtype == torch.bfloat16:
+        return "does not run on sm_75 in bfloat16: its tensor cores have none"
+    return _heads_of_64(setting)
+
+
+def _fmha_v2(setting: Setting) -> str:
+    if setting.page_size & (setting.page_size - 1) or setting.page_size < 16:
+        return f"takes pages of a power of two from 16 tokens up, not {setting.page_size}"
+    return _heads_of_64(setting)
+
+
+def _heads_of_64(setting: Setting) -> str:
+    return "" if setting.head_dim in (64, 128, 256) else f"takes a head dim of 64, 128 or 256, not {setting.head_dim}"
+
+
+def _power_of_two(setting: Setting) -> str:
+    even = setting.head_dim >= 32 and setting.head_dim & (setting.head_dim - 1) == 0
+    return "" if even else f"takes a head dim that is a power of two from 32 up, not {setting.head_dim}"
+
+
+def _absent() -> Any:
+    raise NotImplementedError("the table refuses this backend everywhere")
+
+
+NO_HALF = "its kernels are for bfloat16 and float16"
+NO_GPU = "FlashInfer's kernels run on GPUs from sm_75 up"
+NO_TRITON = "Triton compiles for GPUs from sm_80 up"
+CUTLASS_MOE = frozenset({"sm_89", "sm_90", "sm_100", "sm_103", "sm_110", "sm_120", "sm_121"})
+NO_CUTLASS_MOE = "FlashInfer compiles CUTLASS's fused MoE for GPUs from sm_89 up"
+GEN = "not implemented here; FlashInfer has it for sm_100 and sm_103, as binaries that are downloaded"
+
 TABLE: tuple[Row, ...] = (
-    Row("attention", "torch", attention.TorchAttention),
+    Row(
+        "attention_decode",
+        "xqa",
+        flashinfer_xqa.XqaDecode,
+        architectures=frozenset({"sm_90", "sm_100", "sm_103", "sm_120", "sm_121"}),
+        dtypes=HALVES,
+        elsewhere="FlashInfer runs XQA on sm_90, sm_100, sm_103, sm_120 and sm_121",
+        otherwise=NO_HALF,
+        limit=_xqa,
+        requires=FLASHINFER,
+    ),
+    Row(
+        "attention_decode",
+        "fa2",
+        flashinfer_paged.Fa2Decode,
+        architectures=GPUS,
+        dtypes=HALVES,
+        elsewhere=NO_GPU,
+        otherwise=NO_HALF,
+        limit=_fa2,
+        requires=FLASHINFER,
+        graph=False,
+    ),
+    Row("attention_decode", "torch", attention_torch.TorchDecode, graph=False),
+    Row("attention_decode", "trtllm-gen", _absent, architectures=frozenset(), elsewhere=GEN),
+    Row(
+        "attention_prefill",
+        "fa3",
+        flashinfer_paged.Fa3Prefill,
+        architectures=frozenset({"sm_90"}),
+        dtypes=HALVES,
+        elsewhere="FA3 is written for Hopper's instructions, which sm_90 alone has",
+        otherwise=NO_HALF,
+        limit=_heads_of_64,
+        requires=FLASHINFER,
+        graph=False,
+    ),
+    Row(
+        "attention_prefill",
+        "fa2",
+        flashinfer_paged.Fa2Prefill,
+        architectures=GPUS,
+        dtypes=HALVES,
+        elsewhere=NO_GPU,
+        otherwise=NO_HALF,
+        limit=_fa2,
+        requires=FLASHINFER,
+        graph=False,
+    ),
+    Row(
+        "attention_prefill",
+        "fmha_v2",
+        flashinfer_fmha_v2.FmhaV2Prefill,
+        architectures=frozenset({"sm_90", "sm_120", "sm_121"}),
+        dtypes=HALVES,
+        elsewhere="FlashInfer compiles TensorRT-LLM's FMHA v2 for sm_90, sm_120 and sm_121",
+        otherwise=NO_HALF,
+        limit=_fmha_v2,
+        requires=FLASHINFER,
+        graph=False,
+    ),
+    Row("attention_prefill", "torch", attention_torch.TorchPrefill, graph=False),
+    Row("attention_prefill", "trtllm-gen", _absent, architectures=frozenset(), elsewhere=GEN),
+    Row(
+        "kv_append",
+        "triton",
+        kv_append.TritonKvAppend,
+        architectures=GPUS - {"sm_75"},
+        elsewhere=NO_TRITON,
+        limit=_power_of_two,
+        requires=TRITON,
+    ),
+    Row("kv_append", "torch", kv_append.TorchKvAppend, graph=False),
+    Row(
+        "routing",
+        "triton",
+        routing.TritonRouting,
+        architectures=GPUS - {"sm_75"},
+        elsewhere=NO_TRITON,
+        requires=TRITON,
+    ),
+    Row("routing", "torch", routing.TorchRouting),
+    Row(
+        "moe",
+        "triton+cutlass",
+        flashinfer_moe.GemvOrCutlassMoe,
+        architectures=CUTLASS_MOE,
+        dtypes=HALVES,
+        elsewhere=NO_CUTLASS_MOE,
+        otherwise=NO_HALF,
+        requires=FLASHINFER | TRITON,
+    ),
+    Row(
+        "moe",
+        "cutlass",
+        flashinfer_moe.CutlassMoe,
+        architectures=CUTLASS_MOE,
+        dtypes=HALVES,
+        elsewhere=NO_CUTLASS_MOE,
+        otherwise=NO_HALF,
+        requires=FLASHINFER,
+    ),
     Row("moe", "torch", moe.TorchMoe),
+    Row(
+        "moe",
+        "triton",
+        flashinfer_moe.GemvMoe,
+        architectures=GPUS - {"sm_75"},
+        elsewhere=NO_TRITON,
+        requires=TRITON,
+    ),
     Row(
         "gemm",
         "onednn",
@@ -57,10 +258,57 @@ TABLE: tuple[Row, ...] = (
         elsewhere="packed weights are measured on x86_64 processors alone",
         otherwise="half precision needs AVX-512 or AMX there",
     ),
+    Row(
+        "gemm",
+        "cublas",
+        flashinfer_elementwise.CublasGemm,
+        architectures=GPUS,
+        dtypes=HALVES,
+        elsewhere=NO_GPU,
+        otherwise=NO_HALF,
+        requires=FLASHINFER,
+    ),
+    Row(
+        "gemm",
+        "triton+cublas",
+        small_gemm.GemvOrCublasGemm,
+        architectures=GPUS - {"sm_75"},
+        dtypes=HALVES,
+        elsewhere=NO_TRITON,
+        otherwise=NO_HALF,
+        requires=FLASHINFER | TRITON,
+    ),
+    Row(
+        "gemm",
+        "tinygemm",
+        small_gemm.TinyGemm,
+        architectures=frozenset({"sm_90", "sm_100", "sm_103", "sm_110", "sm_120", "sm_121"}),
+        dtypes=frozenset({torch.bfloat16}),
+        elsewhere="FlashInfer compiles it for GPUs from sm_90 up",
+        otherwise="its kernel is for bfloat16",
+        requires=FLASHINFER,
+    ),
     Row("gemm", "torch", gemm.TorchGemm),
+    Row(
+        "norm",
+        "flashinfer",
+        flashinfer_elementwise.FlashInferNorm,
+        architectures=GPUS,
+        dtypes=HALVES,
+        elsewhere=NO_GPU,
+        otherwise=NO_HALF,
+        requires=FLASHINFER,
+    ),
     Row("norm", "torch", norm.TorchNorm),
-    Row("rope", "torch", rope.TorchRope),
-    Row("sampling", "torch", sampling.TorchSampling),
+    Row(
+        "sampling",
+        "triton",
+        sampling.TritonSampling,
+        architectures=GPUS - {"sm_75"},
+        elsewhere=NO_TRITON,
+        requires=TRITON,
+    ),
+    Row("sampling", "torch", sampling.TorchSampling, graph=False),
 )
 
 

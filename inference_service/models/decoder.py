@@ -71,8 +71,8 @@ class Decoder:
         """
         norm, eps = self.operators.norm, self.config.rms_norm_eps
         step = StepContext(
-            self.operators.attention.plan(layout, caches[0]),
-            self.operators.rope.plan(self.rotary_PD, layout.positions_T, self.dtype),
+            self.operators.kv_append.plan(layout, caches[0], self.rotary_PD),
+            self.operators.attention.plan(layout, caches[0], self.config.heads),
         )
         residual_TC = self.embedding_VC.index_select(0, token_ids_T)
         x_TC: Tensor | None = None

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from inference_service.kernels.kv_append import HeadNorms
 from inference_service.kernels.selection import Operators
 from inference_service.models.config import ModelConfig, MoeConfig
 
@@ -32,8 +33,8 @@ class Build:
 class StepContext:
     """What the layers of one step share: the operators' plans."""
 
+    kv_append: Any
     attention: Any
-    rope: Tensor
 
 
 class Part(Protocol):
@@ -88,10 +89,12 @@ class Attention:
         bias = config.attention_bias
         self.qkv = Linear(build, {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}, config.hidden_size, bias)
         self.output = Linear(build, {"o_proj": config.hidden_size}, q_size, bias)
-        self.norms = (build.empty(config.head_dim), build.empty(config.head_dim)) if config.qk_norm else None
+        self.norms = None
+        if config.qk_norm:
+            self.norms = HeadNorms(build.empty(config.head_dim), build.empty(config.head_dim), config.rms_norm_eps)
 
     def weights(self) -> dict[str, Tensor]:
-        norms = dict(zip(("q_norm.weight", "k_norm.weight"), self.norms, strict=True)) if self.norms else {}
+        norms = {"q_norm.weight": self.norms.q_D, "k_norm.weight": self.norms.k_D} if self.norms else {}
         return self.qkv.weights() | self.output.weights() | norms
 
     def pack(self) -> None:
@@ -99,14 +102,8 @@ class Attention:
         self.output.pack()
 
     def __call__(self, x_TC: Tensor, kv_P2HSD: Tensor, step: StepContext) -> Tensor:
-        heads, kv_heads = self.config.heads, self.config.kv_heads
-        tokens = len(x_TC)
-        qkv_TND = self.qkv(x_TC).view(tokens, -1, self.config.head_dim)
-        q_THD, qk_TND, kv_TND = qkv_TND[:, :heads], qkv_TND[:, : heads + kv_heads], qkv_TND[:, heads:]
-        if self.norms:
-            self.operators.norm.qk_norm(q_THD, qk_TND[:, heads:], *self.norms, self.config.rms_norm_eps)
-        self.operators.rope(qk_TND, step.rope)
-        self.operators.attention.append(kv_P2HSD, kv_TND.view(tokens, 2, kv_heads, -1), step.attention)
+        qkv_TND = self.qkv(x_TC).view(len(x_TC), -1, self.config.head_dim)
+        q_THD = self.operators.kv_append(qkv_TND, self.norms, kv_P2HSD, step.kv_append)
         return self.output(self.operators.attention(q_THD, kv_P2HSD, step.attention).flatten(1))
 
 
@@ -134,7 +131,7 @@ class SparseMlp:
     """Experts, each a gated MLP, of which a router chooses some for each token."""
 
     def __init__(self, build: Build, hidden_size: int, moe: MoeConfig) -> None:
-        self.moe, self.config = build.operators.moe, moe
+        self.routing, self.moe, self.config = build.operators.routing, build.operators.moe, moe
         self.router = Linear(build, {"gate": moe.experts}, hidden_size)
         self.gate_up = build.empty(moe.experts, 2 * moe.intermediate_size, hidden_size)
         self.down = build.empty(moe.experts, hidden_size, moe.intermediate_size)
@@ -142,9 +139,9 @@ class SparseMlp:
     def weights(self) -> dict[str, Tensor]:
         views = self.router.weights()
         for expert, (gate_up_2IC, down_CI) in enumerate(zip(self.gate_up, self.down, strict=True)):
-            gate_IC, up_IC = gate_up_2IC.chunk(2)
-            names = (f"experts.{expert}.{name}_proj.weight" for name in ("gate", "up", "down"))
-            views |= zip(names, (gate_IC, up_IC, down_CI), strict=True)
+            parts = dict(zip(self.moe.halves, gate_up_2IC.chunk(2), strict=True)) | {"down": down_CI}
+            # One order whatever the backend's, so that random weights do not depend on it.
+            views |= {f"experts.{expert}.{name}_proj.weight": parts[name] for name in ("gate", "up", "down")}
         return views
 
     def pack(self) -> None:
@@ -152,5 +149,5 @@ class SparseMlp:
         self.gate_up, self.down = self.moe.pack(self.gate_up, self.down)
 
     def __call__(self, x_TC: Tensor) -> Tensor:
-        ids_TK, weights_TK = self.moe.route(self.router(x_TC), self.config.top_k, self.config.renormalize)
+        ids_TK, weights_TK = self.routing(self.router(x_TC), self.config.top_k, self.config.renormalize)
         return self.moe(x_TC, self.gate_up, self.down, ids_TK, weights_TK)

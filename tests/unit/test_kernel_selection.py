@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,13 +12,30 @@ import torch.nn.functional as F
 
 from inference_service.config import ConfigError, Kernels
 from inference_service.kernels import support
+from inference_service.kernels.attention import StepLayout
+from inference_service.kernels.kv_append import HeadNorms, TorchKvAppend
 from inference_service.kernels.moe import TorchMoe
-from inference_service.kernels.selection import OPERATORS, make_operators, select
+from inference_service.kernels.routing import TorchRouting
+from inference_service.kernels.selection import OPERATORS, keeps_from_graph, make_operators, select
+from inference_service.kernels.support import Setting
+from inference_service.kernels.versions import at_least
 from inference_service.messages import Kernel
 
+ALL_THERE = {"flashinfer": "0.6.13", "triton": "3.6.0", "cuda": "13.0"}
 
-def chosen(forced: Kernels, architecture: str, dtype: torch.dtype) -> dict[str, Kernel]:
-    return {choice.row.operator: choice.message() for choice in select(forced, architecture, dtype)}
+
+def setting(architecture: str, dtype: torch.dtype, **changes: Any) -> Setting:
+    """Qwen3-30B-A3B's shape, with nothing installed where not said otherwise."""
+    return replace(Setting(architecture, dtype, head_dim=128, group=8, page_size=64), **changes)
+
+
+def chosen(forced: Kernels, architecture: str, dtype: torch.dtype, **changes: Any) -> dict[str, Kernel]:
+    return {choice.row.operator: choice.message() for choice in select(forced, setting(architecture, dtype, **changes))}
+
+
+def backends(architecture: str, dtype: torch.dtype, **changes: Any) -> dict[str, str]:
+    kernels = chosen(Kernels(), architecture, dtype, **{"versions": ALL_THERE, **changes})
+    return {operator: kernel.backend for operator, kernel in kernels.items()}
 
 
 @pytest.mark.parametrize("architecture", sorted(support.ANY))
@@ -25,7 +44,7 @@ def test_every_operator_runs_everywhere(architecture: str, dtype: torch.dtype) -
     kernels = chosen(Kernels(), architecture, dtype)
     assert set(kernels) == set(OPERATORS)
     assert all(kernel.reason for kernel in kernels.values())
-    make_operators(select(Kernels(), architecture, dtype))
+    make_operators(select(Kernels(), setting(architecture, dtype)))
 
 
 def test_every_refusal_has_a_reason() -> None:
@@ -33,10 +52,11 @@ def test_every_refusal_has_a_reason() -> None:
     for row in support.TABLE:
         for architecture in support.ANY:
             for dtype in support.FLOATS:
-                refusal = row.refusal(architecture, dtype)
-                supported = architecture in row.architectures and dtype in row.dtypes
+                refusal = row.refusal(setting(architecture, dtype, versions=ALL_THERE))
+                supported = architecture in row.architectures and dtype in row.dtypes and not row.limit(setting(architecture, dtype))
                 assert (refusal == "") == supported
-                assert supported or "untried" not in refusal
+                assert "untried" not in refusal
+                assert not refusal or f"{row.operator} by {row.backend}" in refusal
 
 
 def test_the_first_that_can_is_the_default() -> None:
@@ -44,6 +64,72 @@ def test_the_first_that_can_is_the_default() -> None:
     assert chosen(Kernels(), "x86_64", torch.bfloat16)["gemm"].backend == "torch"
     assert chosen(Kernels(), "sm_90", torch.float32)["gemm"].backend == "torch"
     assert chosen(Kernels(), "sm_90", torch.bfloat16)["gemm"].reason == "default on sm_90 in bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "decode", "prefill"),
+    [
+        ("sm_75", "torch", "torch"),
+        ("sm_80", "fa2", "fa2"),
+        ("sm_89", "fa2", "fa2"),
+        ("sm_90", "xqa", "fa3"),
+        ("sm_100", "xqa", "fa2"),
+        ("sm_110", "fa2", "fa2"),
+        ("sm_121", "xqa", "fa2"),
+        ("x86_64", "torch", "torch"),
+    ],
+)
+def test_attention_by_architecture(architecture: str, decode: str, prefill: str) -> None:
+    chosen = backends(architecture, torch.bfloat16)
+    assert (chosen["attention_decode"], chosen["attention_prefill"]) == (decode, prefill)
+    assert backends(architecture, torch.float32)["attention_decode"] == "torch"
+    assert backends("sm_75", torch.float16)["attention_decode"] == "fa2"
+
+
+@pytest.mark.parametrize(
+    ("changes", "operator", "backend", "words"),
+    [
+        ({"page_size": 48}, "attention_decode", "xqa", "pages of 16, 32, 64 or 128 tokens, not 48"),
+        ({"group": 64}, "attention_decode", "xqa", "32 query heads"),
+        ({"head_dim": 96}, "attention_prefill", "fa3", "not 96"),
+        ({"page_size": 48}, "attention_prefill", "fmha_v2", "not 48"),
+        ({"head_dim": 96}, "kv_append", "triton", "power of two"),
+        ({"versions": ALL_THERE | {"flashinfer": "0.6.9"}}, "norm", "flashinfer", "flashinfer 0.6.13 or newer, not 0.6.9"),
+        ({"versions": {"flashinfer": "0.6.13"}}, "kv_append", "triton", "triton 3.6 or newer, which is not there"),
+        ({"architecture": "sm_121", "versions": ALL_THERE | {"cuda": "12.8"}}, "norm", "flashinfer", "cuda 12.9 or newer, not 12.8"),
+    ],
+)
+def test_a_shape_or_a_version_that_a_backend_cannot_take_is_refused(
+    changes: dict[str, Any], operator: str, backend: str, words: str
+) -> None:
+    row = next(row for row in support.rows(operator) if row.backend == backend)
+    assert row.refusal(setting("sm_90", torch.bfloat16, versions=ALL_THERE)) == ""
+    assert words in row.refusal(replace(setting("sm_90", torch.bfloat16, versions=ALL_THERE), **changes))
+
+
+def test_versions_are_compared_as_numbers() -> None:
+    assert at_least("0.10.0", "0.6.13")
+    assert at_least("3.6.0+git1", "3.6")
+    assert not at_least("12.8", "12.10")
+
+
+def test_the_measured_backend_comes_before_the_default_and_after_the_forced() -> None:
+    here = setting("sm_90", torch.bfloat16, versions=ALL_THERE)
+    measured = {"attention_prefill": "fmha_v2", "attention_decode": "trtllm-gen", "norm": "no longer known"}
+    automatic = {choice.row.operator: choice for choice in select(Kernels(), here, measured)}
+    assert automatic["attention_prefill"].message() == Kernel("attention_prefill", "fmha_v2", "measured fastest here")
+    assert automatic["attention_decode"].row.backend == "xqa"
+    assert automatic["norm"].row.backend == "flashinfer"
+    forced = {choice.row.operator: choice.row.backend for choice in select(Kernels(attention_prefill="fa2"), here, measured)}
+    assert forced["attention_prefill"] == "fa2"
+
+
+def test_what_keeps_a_step_from_a_graph_is_known() -> None:
+    here = setting("sm_90", torch.bfloat16, versions=ALL_THERE)
+    captured = {choice.row.operator for choice in keeps_from_graph(select(Kernels(), here))}
+    assert not captured & {"attention_decode", "attention_prefill", "kv_append", "norm", "gemm"}
+    planned = {choice.row.operator for choice in keeps_from_graph(select(Kernels(attention_decode="fa2"), here))}
+    assert "attention_decode" in planned
 
 
 def test_a_forced_backend_is_used(caplog: pytest.LogCaptureFixture) -> None:
@@ -61,16 +147,16 @@ def test_a_forced_backend_that_cannot_run_is_replaced_with_one_warning(caplog: p
 
 
 def test_an_unknown_backend_is_an_error_that_lists_the_known() -> None:
-    with pytest.raises(ConfigError, match=r"kernels\.gemm: no backend 'marlin'; there are: auto, onednn, torch"):
-        select(Kernels(gemm="marlin"), "x86_64", torch.float32)
+    with pytest.raises(ConfigError, match=r"kernels\.gemm: no backend 'marlin'; there are: auto, onednn, .*torch"):
+        select(Kernels(gemm="marlin"), setting("x86_64", torch.float32))
 
 
 def test_an_unknown_architecture_is_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"kernels\.attention: nothing runs here: .*riscv64"):
-        select(Kernels(), "riscv64", torch.float32)
+    with pytest.raises(ConfigError, match=r"kernels\.attention_decode: nothing runs here: .*riscv64"):
+        select(Kernels(), setting("riscv64", torch.float32))
 
 
-@pytest.mark.parametrize("row", support.rows("gemm"), ids=lambda row: row.backend)
+@pytest.mark.parametrize("row", [row for row in support.rows("gemm") if "x86_64" in row.architectures], ids=lambda row: row.backend)
 @pytest.mark.parametrize("tokens", [1, 2, 17, 100])
 @pytest.mark.parametrize("bias", [False, True])
 def test_gemm_backends_compute_a_linear(row: support.Row, tokens: int, bias: bool) -> None:
@@ -92,7 +178,7 @@ def test_experts_are_the_sum_over_each_tokens_choices(tokens: int, renormalize: 
     x, logits, gate_up, down = (torch.randn(s, generator=generator) for s in ((tokens, 16), (tokens, 9), (9, 48, 16), (9, 16, 24)))
     logits[:, 4] = -9.0  # An expert that no one chooses.
     moe = TorchMoe()
-    ids, weights = moe.route(logits, 2, renormalize)
+    ids, weights = TorchRouting()(logits, 2, renormalize)
     y = moe(x, *moe.pack(gate_up, down), ids, weights)
     for token in range(tokens):
         best = logits[token].softmax(-1).topk(2)
@@ -102,3 +188,25 @@ def test_experts_are_the_sum_over_each_tokens_choices(tokens: int, renormalize: 
             gate, up = (gate_up[expert] @ x[token]).chunk(2)
             expected += weight * (down[expert] @ (F.silu(gate) * up))
         torch.testing.assert_close(y[token], expected, atol=1e-4, rtol=1e-4)
+
+
+def test_kv_append_norms_and_rotates_what_attention_reads_and_leaves_values_alone() -> None:
+    generator = torch.Generator().manual_seed(0)
+    heads, kv_heads, size, page_size = 6, 2, 8, 4
+    qkv, table = torch.randn(5, heads + 2 * kv_heads, size, generator=generator), torch.randn(12, size, generator=generator)
+    norms = HeadNorms(torch.randn(size, generator=generator), torch.randn(size, generator=generator), 1e-6)
+    positions, rows, pages = torch.tensor([9, 0, 1, 2, 3]), torch.tensor([0, 1, 1, 1, 1]), torch.tensor([[4, 1, 3], [2, 0, 0]])
+    layout = StepLayout(1, [1, 4], [10, 4], positions, rows, pages, torch.tensor([10, 4]))
+    kv = torch.full((5, 2, kv_heads, page_size, size), float("nan"))
+    append, given = TorchKvAppend(), qkv.clone()
+    q = append(given, norms, kv, append.plan(layout, kv, table))
+    for token, (position, row) in enumerate(zip(positions, rows, strict=True)):
+        cos, sin = table[position].chunk(2)
+        for head in range(heads + kv_heads):
+            x = F.rms_norm(qkv[token, head], (size,), norms.q_D if head < heads else norms.k_D, norms.eps)
+            low, high = x.chunk(2)
+            expected = torch.cat((low * cos - high * sin, high * cos + low * sin))
+            slot = pages[row, position // page_size], 0, head - heads, position % page_size
+            torch.testing.assert_close(q[token, head] if head < heads else kv[slot], expected)
+        torch.testing.assert_close(kv[pages[row, position // page_size], 1, :, position % page_size], qkv[token, heads + kv_heads :])
+    assert kv.isnan().sum() == kv.numel() - 5 * 2 * kv_heads * size

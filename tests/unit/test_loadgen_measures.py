@@ -75,3 +75,22 @@ def test_the_merged_window_spans_those_of_all_processes() -> None:
     for began, ended in ((0, 0), (20, 40), (10, 30)):
         merged.merge(Measures(began_unix_ns=began * 10**9, ended_unix_ns=ended * 10**9))
     assert merged.duration_s == 30.0
+
+
+def test_a_request_sent_before_the_window_opened_has_no_latencies() -> None:
+    measures = measured(observation([(1100, 1), (1110, 1)]), since_ns=1050)
+    assert (measures.completed, measures.output_tokens) == (1, 2)
+    assert values(measures) == {"ttft": [], "itl": [], "tpot": [], "e2e": []}
+
+
+def test_what_processes_use_is_summed_and_the_busiest_kept() -> None:
+    merged = Measures()
+    for wall_ns, cpu_ns, lag_ns in ((10**9, 4 * 10**8, 5), (10**9, 9 * 10**8, 7), (10**6, 10**6, 9)):
+        part = Measures()
+        part.add_usage(wall_ns, cpu_ns)
+        part.receive_lag.add(lag_ns)
+        merged.merge(part)
+    assert (merged.wall_ns, merged.cpu_ns) == (2 * 10**9 + 10**6, 13 * 10**8 + 10**6)
+    # Not the last, which was too short to tell.
+    assert merged.busiest_cpu == 0.9
+    assert merged.receive_lag.percentile(50) == 7

@@ -47,3 +47,22 @@ def test_lengths_beyond_the_context_are_refused_by_name() -> None:
     workload(input_tokens=40, output_tokens=24)
     with pytest.raises(TargetError, match=r"loadtest\.workload: input_tokens \+ output_tokens is 65, but tiny has a context of 64"):
         workload(input_tokens=41)
+
+
+def test_a_vocabulary_of_the_settings_makes_the_same_prompts_for_targets_that_know_theirs_and_those_that_do_not() -> None:
+    loadtest = Loadtest(workload=Workload(input_tokens=40, output_tokens=24, vocab_size=45))
+    silent = Model(name="silent", vocab_size=0, max_context=0, eos_token_ids=frozenset())
+    prompts = [SyntheticWorkload(loadtest, model).request(3).token_ids for model in (MODEL, silent)]
+    assert prompts[0] == prompts[1]
+    assert max(prompts[0]) < 45
+
+
+@pytest.mark.parametrize(("vocab_size", "known"), [(0, 0), (51, 50)])
+def test_a_vocabulary_that_is_unknown_or_too_large_is_refused(vocab_size: int, known: int) -> None:
+    loadtest = Loadtest(workload=Workload(vocab_size=vocab_size))
+    with pytest.raises(TargetError, match=r"^loadtest\.workload\.vocab_size: "):
+        SyntheticWorkload(loadtest, Model(name="m", vocab_size=known, max_context=0, eos_token_ids=frozenset()))
+
+
+def test_without_seeds_the_server_draws() -> None:
+    assert SyntheticWorkload(Loadtest(workload=Workload(seeded=False)), Model("m", 50, 0, frozenset())).request(0).seed is None

@@ -17,6 +17,7 @@ from inference_service.config import Kernels
 from inference_service.engine.step import Row, StepPlan
 from inference_service.execution.batch import InputBuffers, pack
 from inference_service.kernels.selection import make_operators, select
+from inference_service.kernels.support import Setting
 from inference_service.messages import Sampling
 from inference_service.models.checkpoint import load_checkpoint
 from inference_service.models.config_json import ModelError
@@ -73,8 +74,12 @@ def save_random(config: transformers.PretrainedConfig, model_dir: Path, std: flo
     return model
 
 
+def setting(architecture: str, dtype: torch.dtype) -> Setting:
+    return Setting(architecture, dtype, head_dim=24, group=3, page_size=16)
+
+
 def load(model_dir: Path, dtype: torch.dtype = torch.float32, kernels: Kernels | None = None) -> Decoder:
-    operators = make_operators(select(kernels or Kernels(), "x86_64", dtype))
+    operators = make_operators(select(kernels or Kernels(), setting("x86_64", dtype)))
     config = read_config(model_dir)
     model = make_model(Build(operators, dtype, CPU), config)
     load_checkpoint(model_dir, model.weights(), config.tied_embeddings)
@@ -190,7 +195,7 @@ def test_published_shapes_have_their_published_size() -> None:
     sizes = {}
     for name in ("qwen3-30b-a3b", "llama-3.1-8b", "smollm2-135m"):
         config = replace(read_config(CONFIGS / name), max_context=8)
-        build = Build(make_operators(select(Kernels(), "sm_90", torch.bfloat16)), torch.bfloat16, torch.device("meta"))
+        build = Build(make_operators(select(Kernels(), setting("sm_90", torch.bfloat16))), torch.bfloat16, torch.device("meta"))
         sizes[name] = sum(weight.numel() for weight in make_model(build, config).weights().values())
     assert sizes == {"qwen3-30b-a3b": 30_532_122_624, "llama-3.1-8b": 8_030_261_248, "smollm2-135m": 134_515_008}
 

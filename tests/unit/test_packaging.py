@@ -18,7 +18,7 @@ from inference_service.config import Config, load_config
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-OURS = {"benchmarks", "inference", "inference_service", "loadgen", "tests"}
+OURS = {"baselines", "benchmarks", "inference", "inference_service", "loadgen", "tests"}
 
 
 def name_of(requirement: str) -> str:
@@ -72,7 +72,13 @@ def distributions(package: str) -> set[str]:
 
 @pytest.mark.parametrize(
     ("package", "extras"),
-    [("inference_service", ["gpu"]), ("loadgen", ["loadgen"]), ("tests", ["loadgen", "dev"]), ("benchmarks", ["dev"])],
+    [
+        ("inference_service", ["gpu"]),
+        ("loadgen", ["loadgen"]),
+        ("baselines", ["loadgen"]),
+        ("tests", ["loadgen", "dev"]),
+        ("benchmarks", ["dev"]),
+    ],
 )
 def test_what_is_imported_is_declared(package: str, extras: list[str]) -> None:
     requirements = [*PROJECT["dependencies"], *(line for extra in extras for line in PROJECT["optional-dependencies"][extra])]

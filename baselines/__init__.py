@@ -1,0 +1,1 @@
+"""Runs the peers and compares them with us: `python -m baselines.compare`."""

@@ -1,0 +1,149 @@
+"""The executor for CUDA: steps are queued on one stream, and the host waits for nothing but ids that somebody asks for.
+
+A step of decodes replays a CUDA graph; one with prefill chunks, log-probabilities or banned ids runs eagerly through the same model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from inference_service.config import Config
+from inference_service.engine.step import Row, StepPlan, StepResult, Ticket
+from inference_service.execution.graphs import DecodeGraphs, StepRunner
+from inference_service.execution.loading import LoadedModel
+from inference_service.execution.packed_inputs import PackedStep, Sizes, SlotTable, device_fields
+from inference_service.execution.sampler import sample_rows, to_logprobs
+from inference_service.messages import Sampling
+
+GREEDY = Sampling(0.0, 0, 1.0, 0.0, 0)
+IN_FLIGHT = 4
+"""Steps that may be launched and not yet read."""
+
+
+@dataclass(eq=False)
+class CudaTicket:
+    """A launched step. What comes back lands in page-locked memory of the ticket's own."""
+
+    event: torch.cuda.Event
+    ids_N: Tensor
+    alternatives: list[int]
+    scores: list[Tensor] = field(default_factory=list)
+    result: StepResult | None = None
+
+    def wait(self) -> StepResult:
+        if self.result is None:
+            self.event.synchronize()
+            self.result = StepResult(self.ids_N.tolist(), to_logprobs(self.alternatives, self.scores))
+        return self.result
+
+
+class Staging:
+    """Page-locked memory for one step in flight: its inputs, and its ids. Free once its ticket has been waited for."""
+
+    def __init__(self, block_bytes: int, max_requests: int) -> None:
+        self.block = torch.zeros(block_bytes, dtype=torch.uint8, pin_memory=True)
+        self.bytes = self.block.numpy()
+        self.ids_N = torch.zeros(max_requests, dtype=torch.int64, pin_memory=True)
+        self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.ticket: CudaTicket | None = None
+
+
+class CudaExecutor:
+    """Queues steps in the order of their launch."""
+
+    def __init__(self, config: Config, loaded: LoadedModel, pages: int, stream: torch.cuda.Stream) -> None:
+        page_size, max_requests = config.cache.page_size, config.batch.max_requests
+        caches = loaded.model.new_cache(pages, page_size, loaded.target.device)
+        self.info = loaded.info(pages)
+        self._stream = stream
+        self._slots = SlotTable(max_requests, -(-loaded.shape.max_context // page_size), page_size)
+        largest = Sizes(config.batch.step_tokens, max_requests, max_requests, self._slots.max_pages)
+        self._runner = StepRunner(loaded.model, caches, max_requests, largest.bytes, loaded.target.device)
+        self._graphs = DecodeGraphs(self._runner, self._slots)
+        self._ring = [Staging(largest.bytes, max_requests) for _ in range(IN_FLIGHT)]
+        self._launched = 0
+
+    def launch(self, plan: StepPlan) -> Ticket:
+        rows = plan.rows
+        exact = self._slots.measure(rows)
+        graph = self._graphs.sizes(len(rows)) if _replayable(rows) else None
+        staging = self._next_staging()
+        with self._on_stream():
+            step = self._upload(rows, graph or exact, staging)
+            scores: list[Tensor] = []
+            if graph:
+                ids_N = self._graphs.replay(graph, step.greedy)
+            else:
+                ids_N, scores = self._run(rows, step)
+            ids_N = staging.ids_N[: exact.samples].copy_(ids_N[: exact.samples], non_blocking=True)
+            staging.event.record()
+        alternatives = [row.logprobs for row in rows if row.samples]
+        staging.ticket = CudaTicket(staging.event, ids_N, alternatives, scores)
+        return staging.ticket
+
+    def _run(self, rows: list[Row], step: PackedStep) -> tuple[Tensor, list[Tensor]]:
+        """Compute a step eagerly: ids_N, and on the host what the rows that want log-probabilities get once the step has run."""
+        fields = device_fields(self._runner.block, step.sizes)
+        logits_NV = self._runner.logits(step, fields)
+        if not step.sizes.samples:
+            return fields.slots_N, []
+        sampling = [row for row in rows if row.samples]
+        if all(row.logprobs < 0 and not row.banned_ids for row in sampling):
+            return self._runner.draw(logits_NV, step, fields), []
+        return sample_rows(logits_NV, sampling, lambda allowed_NV: self._runner.draw(allowed_NV, step, fields))
+
+    def _upload(self, rows: list[Row], sizes: Sizes, staging: Staging) -> PackedStep:
+        step = self._slots.write(rows, sizes, staging.bytes)
+        count = sizes.bytes
+        self._runner.block[:count].copy_(staging.block[:count], non_blocking=True)
+        return step
+
+    def _next_staging(self) -> Staging:
+        staging = self._ring[self._launched % IN_FLIGHT]
+        self._launched += 1
+        if staging.ticket:
+            staging.ticket.wait()
+        return staging
+
+    @contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        with torch.inference_mode(), torch.cuda.stream(self._stream):
+            yield
+
+    def close(self) -> None:
+        """Let launched steps end, and let go of what they use."""
+        self._stream.synchronize()
+        self._ring.clear()
+        del self._graphs, self._runner
+
+    # --- start ---
+
+    def capture(self, batch_sizes: list[int]) -> None:
+        """Capture graphs of decodes for these batch sizes."""
+        with self._on_stream():
+            self._graphs.capture(batch_sizes, lambda sizes: self._upload([], sizes, self._next_staging()))
+            self._stream.synchronize()
+
+    def drop_graphs(self) -> None:
+        self._graphs = DecodeGraphs(self._runner, self._slots)
+
+    def prefill(self, tokens: int, decodes: int = 0, sampling: Sampling = GREEDY) -> None:
+        """Compute a step of so many prefill tokens beside so many decodes, whatever it does to the cache, which nobody uses yet."""
+        size, vocabulary, used = self._slots.page_size, self.info.vocab_size, decodes
+        rows = [Row(slot, size - 1, 1, [], [slot], True, sampling) for slot in range(decodes)]
+        while tokens and len(rows) < self._slots.padding and used < self.info.pages:
+            length = min(tokens, self.info.max_context, (self.info.pages - used) * size)
+            pages = list(range(used, used - (-length // size)))
+            rows.append(Row(len(rows), 0, length, [token % vocabulary for token in range(length)], pages, True, sampling))
+            used, tokens = used + len(pages), tokens - length
+        self.launch(StepPlan(rows)).wait()
+
+
+def _replayable(rows: list[Row]) -> bool:
+    """Whether a graph can compute a step: all its rows decode, and none wants what only an eager step gives."""
+    return not rows[-1].token_ids and all(row.logprobs < 0 and not row.banned_ids for row in rows)

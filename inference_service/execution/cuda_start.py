@@ -1,0 +1,96 @@
+"""The start on a GPU: learn what graphs and activations need, give the KV pool what is left, then capture and warm up."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from inference_service.config import Config
+from inference_service.execution.cuda_executor import CudaExecutor
+from inference_service.execution.device import find_setting
+from inference_service.execution.graphs import buckets
+from inference_service.execution.loading import LoadedModel, Report
+from inference_service.execution.memory import MIB, Needs, page_bytes, used_bytes
+from inference_service.execution.tuning import autotune_file, describe
+from inference_service.kernels.selection import keeps_from_graph
+from inference_service.messages import Sampling
+
+RANDOM = Sampling(1.0, 50, 0.9, 0.01, 0)
+SMALL_GRAPH_BYTES = 16 * MIB
+"""What each graph but the largest is reckoned to need, since it finds room for its tensors in the largest one's memory."""
+
+
+def build_cuda_executor(config: Config, loaded: LoadedModel, progress: Report) -> CudaExecutor:
+    """The executor with all that a request may meet loaded, captured and run once. Raises ConfigError where memory does not suffice."""
+    _load_tactics(config, loaded, progress)
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize()
+    obstacles = keeps_from_graph(loaded.choices)
+    batch_sizes = [] if obstacles else buckets(config.batch.max_requests)
+    needs = _learn_needs(config, loaded, batch_sizes, stream)
+    page_size, size = config.cache.page_size, page_bytes(config, loaded.shape, loaded.dtype)
+    pages = needs.pages(config, size)
+    progress(needs.ledger(pages * size))
+    progress(f"KV cache: {pages:,} pages of {page_size} tokens, {pages * page_size:,} tokens")
+    executor = CudaExecutor(config, loaded, pages, stream)
+
+    begin = time.perf_counter()
+    if batch_sizes:
+        executor.capture(batch_sizes)
+        progress(f"{2 * len(batch_sizes)} graphs captured in {time.perf_counter() - begin:.1f} s, for batches of {batch_sizes}")
+    else:
+        progress(f"no graphs, because of {', '.join(f'{choice.row.operator} by {choice.row.backend}' for choice in obstacles)}")
+    begin = time.perf_counter()
+    _warm_up(executor, config)
+    progress(f"warmed up in {time.perf_counter() - begin:.1f} s; {(needs.total - used_bytes()) / (1 << 30):.2f} GiB are free")
+    return executor
+
+
+def _load_tactics(config: Config, loaded: LoadedModel, progress: Report) -> None:
+    """What FlashInfer's autotuner found in `prebuild`."""
+    if not any("cutlass" in choice.row.backend for choice in loaded.choices):
+        return
+    from inference_service.kernels.flashinfer_moe import autotune
+
+    setting = find_setting(config, loaded.target, loaded.shape, loaded.dtype)
+    file = autotune_file(describe(loaded.target, setting, loaded.shape))
+    if not file.exists():
+        progress("the experts' kernels run untuned: `prebuild` tunes them")
+        return
+    with autotune(file, tune=False):
+        progress(f"the experts' kernels run as tuned: {file}")
+
+
+def _learn_needs(config: Config, loaded: LoadedModel, batch_sizes: list[int], stream: torch.cuda.Stream) -> Needs:
+    """Run the largest step of each kind against a pool just large enough, and see what it takes."""
+    batch, page_size = config.batch, config.cache.page_size
+    trial = CudaExecutor(config, loaded, batch.max_requests - (-batch.step_tokens // page_size), stream)
+    used_bytes()
+    reserved = torch.cuda.memory_reserved()
+    torch.cuda.reset_peak_memory_stats()
+    trial.prefill(batch.step_tokens)
+    trial.prefill(batch.step_tokens, sampling=RANDOM)
+    activations = torch.cuda.max_memory_reserved() - reserved
+
+    trial.capture(batch_sizes[-1:])
+    with_graphs = used_bytes()
+    trial.drop_graphs()
+    graphs = with_graphs - used_bytes() + SMALL_GRAPH_BYTES * 2 * max(0, len(batch_sizes) - 1)
+    trial.close()
+    del trial
+    return Needs(torch.cuda.mem_get_info()[1], used_bytes(), graphs, activations)
+
+
+def _warm_up(executor: CudaExecutor, config: Config) -> None:
+    """Meet what a first request would: prefills of odd and even length, alone and beside decodes, greedy and sampled."""
+    batch = config.batch
+    decodes = min(3, batch.max_requests - 1)
+    lengths = {1, 17, 128, 500, 1024, batch.prefill_tokens, batch.step_tokens}
+    for length in sorted(length for length in lengths if length <= batch.step_tokens):
+        executor.prefill(length)
+        if length + decodes <= batch.step_tokens:
+            executor.prefill(length, decodes)
+    executor.prefill(1, 0, RANDOM)
+    if batch.step_tokens > decodes:
+        executor.prefill(1, decodes, RANDOM)

@@ -1,0 +1,94 @@
+"""From the configuration to a model on its device, its weights loaded and laid out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from inference_service.config import Config, ConfigError
+from inference_service.engine.step import ExecutorInfo
+from inference_service.execution.device import TargetDevice, find_device, find_dtype, find_setting
+from inference_service.execution.tuning import describe, load_tuning, tuning_file
+from inference_service.kernels.selection import Choice, make_operators, select
+from inference_service.kernels.support import dtype_name
+from inference_service.models.checkpoint import load_checkpoint
+from inference_service.models.config import ModelConfig
+from inference_service.models.decoder import Decoder
+from inference_service.models.dummy import fill_dummy
+from inference_service.models.families import make_model, read_config
+from inference_service.models.layers import Build
+
+Report = Callable[[str], None]
+"""Is told each step of the start and each derived number."""
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model, and with what it was built."""
+
+    model: Decoder
+    shape: ModelConfig
+    dtype: torch.dtype
+    target: TargetDevice
+    choices: list[Choice]
+    parameters: int
+
+    def info(self, pages: int) -> ExecutorInfo:
+        return ExecutorInfo(
+            architecture=self.shape.architecture,
+            dtype=dtype_name(self.dtype),
+            parameters=self.parameters,
+            vocab_size=self.shape.vocab_size,
+            max_context=self.shape.max_context,
+            device=self.target.name,
+            device_arch=self.target.architecture,
+            pages=pages,
+            kernels=[choice.message() for choice in self.choices],
+        )
+
+
+def load_model(config: Config, model_dir: Path, progress: Report) -> LoadedModel:
+    """Choose the kernels, build the model, and load its weights. Raises ConfigError or ModelError, which name key, or file and tensor."""
+    target = find_device(config)
+    shape = limit_context(read_config(model_dir), config)
+    dtype = find_dtype(config, target.device, shape.dtype)
+    choices = choose(config, target, shape, dtype, progress)
+    for choice in choices:
+        progress(f"kernel {choice.row.operator}: {choice.row.backend} ({choice.reason})")
+    progress(f"{shape.architecture} in {dtype_name(dtype)} on {target.name} ({target.architecture}), {torch.get_num_threads()} threads")
+
+    model = make_model(Build(make_operators(choices), dtype, target.device), shape)
+    weights = model.weights()
+    parameters = sum(weight.numel() for weight in weights.values())
+    progress(f"loading {parameters / 1e6:,.1f} M parameters ({'random' if config.model.load_format == 'dummy' else model_dir})")
+    if config.model.load_format == "dummy":
+        fill_dummy(weights)
+    else:
+        load_checkpoint(model_dir, weights, shape.tied_embeddings)
+    weights.clear()
+    model.pack()
+    return LoadedModel(model, shape, dtype, target, choices, parameters)
+
+
+def choose(
+    config: Config, target: TargetDevice, shape: ModelConfig, dtype: torch.dtype, progress: Report = lambda line: None
+) -> list[Choice]:
+    """The kernels to use: as forced, as measured, or as the support table prefers. Raises ConfigError."""
+    setting = find_setting(config, target, shape, dtype)
+    if target.device.type == "cpu":
+        return select(config.kernels, setting)
+    made_for = describe(target, setting, shape)
+    tuning = load_tuning(made_for)
+    progress(f"kernels were measured: {tuning_file(made_for)}" if tuning else "kernels were not measured here: `prebuild` does that")
+    return select(config.kernels, setting, tuning.fastest if tuning else None)
+
+
+def limit_context(shape: ModelConfig, config: Config) -> ModelConfig:
+    """The shape with model.max_context applied. Raises ConfigError where the model declares less."""
+    wanted = config.model.max_context
+    if wanted > shape.max_context:
+        raise ConfigError(f"model.max_context: {wanted} is more than the {shape.max_context} that the model declares")
+    return replace(shape, max_context=wanted) if wanted else shape

@@ -1,0 +1,66 @@
+"""How many KV pages there are: on a CPU by the memory given, on a GPU by what is left of it."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass
+
+import torch
+
+from inference_service.config import Config, ConfigError
+from inference_service.models.config import ModelConfig
+
+MIB, GIB = 1 << 20, 1 << 30
+
+
+def page_bytes(config: Config, shape: ModelConfig, dtype: torch.dtype) -> int:
+    """Bytes of a page in all layers together."""
+    return 2 * shape.layers * shape.kv_heads * shape.head_dim * dtype.itemsize * config.cache.page_size
+
+
+def cpu_pages(config: Config, shape: ModelConfig, dtype: torch.dtype) -> int:
+    """Pages of a cache in the host's memory. Raises ConfigError where not one fits."""
+    if config.cache.pages:
+        return config.cache.pages
+    size = page_bytes(config, shape, dtype)
+    pages = int(config.cache.memory_gib * GIB) // size
+    if not pages:
+        raise ConfigError(f"cache.memory_gib: {config.cache.memory_gib} GiB hold no page of {size:,} bytes")
+    return pages
+
+
+def used_bytes() -> int:
+    """What is taken of the GPU's memory, by whomever, once PyTorch has given back what it only keeps."""
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Bytes that a GPU needs beside the KV pool."""
+
+    total: int
+    """All that the GPU has."""
+    loaded: int
+    """Weights, the kernels' code and workspaces, and what other processes have."""
+    graphs: int
+    activations: int
+
+    def pages(self, config: Config, page_bytes: int) -> int:
+        """Pages that fit. Raises ConfigError where not one does."""
+        if config.cache.pages:
+            return config.cache.pages
+        left = int(config.cache.gpu_memory_fraction * self.total) - self.loaded - self.graphs - self.activations
+        if left < page_bytes:
+            share = f"{config.cache.gpu_memory_fraction} of {self.total / GIB:.1f} GiB"
+            raise ConfigError(f"cache.gpu_memory_fraction: {share} leaves no room for a KV page; {self.ledger(0)}")
+        return left // page_bytes
+
+    def ledger(self, pool: int) -> str:
+        """Where the GPU's memory goes, in GiB."""
+        free = self.total - self.loaded - self.graphs - self.activations - pool
+        entries = {"weights and code": self.loaded, "graphs": self.graphs, "activations": self.activations, "KV pool": pool, "free": free}
+        return f"memory of {self.total / GIB:.1f} GiB: " + ", ".join(f"{name} {size / GIB:.2f}" for name, size in entries.items())

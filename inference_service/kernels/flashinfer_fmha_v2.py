@@ -1,0 +1,74 @@
+"""Prefill attention by TensorRT-LLM's FMHA v2 in FlashInfer: block tables are read on the device, and nothing is planned.
+
+Shapes as in `attention`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from inference_service.kernels.attention import StepLayout
+from inference_service.kernels.flashinfer_paged import upload
+
+WORKSPACE_BYTES = 16 << 20
+"""A tile counter; the rest is for kernels that are not compiled here."""
+
+
+@dataclass(frozen=True)
+class FmhaPlan:
+    """What the kernel reads; int32, contiguous. The numbers are the host's."""
+
+    pages_RM: Tensor
+    contexts_R: Tensor
+    starts_q: Tensor
+    """Each row's first token, and the end of all: R + 1."""
+    starts_kv: Tensor
+    max_length: int
+    max_context: int
+
+
+class FmhaV2Prefill:
+    """One launch a layer; chunks may be shorter than their contexts."""
+
+    def __init__(self) -> None:
+        import flashinfer.prefill
+
+        self._run: Any = flashinfer.prefill.trtllm_fmha_v2_prefill
+        self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
+
+    def plan(self, layout: StepLayout, kv_P2HSD: Tensor, heads: int) -> FmhaPlan:
+        lengths, contexts = layout.lengths[layout.decodes :], layout.contexts[layout.decodes :]
+        starts_q, starts_kv = upload([0, *accumulate(lengths), 0, *accumulate(contexts)], kv_P2HSD.device).chunk(2)
+        return FmhaPlan(
+            layout.pages_RM[layout.decodes :].to(torch.int32).contiguous(),
+            layout.contexts_R[layout.decodes :].to(torch.int32),
+            starts_q,
+            starts_kv,
+            max(lengths),
+            max(contexts),
+        )
+
+    def __call__(self, q_THD: Tensor, kv_P2HSD: Tensor, plan: FmhaPlan, o_THD: Tensor) -> None:
+        # The kernel knows no strides.
+        assert q_THD.is_contiguous() and kv_P2HSD.is_contiguous() and o_THD.is_contiguous()
+        self._run(
+            (q_THD, kv_P2HSD),
+            "Q_PAGED_KV_HND",
+            self._workspace,
+            plan.contexts_R,
+            plan.max_length,
+            plan.max_context,
+            q_THD.shape[-1] ** -0.5,
+            1.0,
+            len(plan.contexts_R),
+            plan.starts_q,
+            plan.starts_kv,
+            block_tables=plan.pages_RM,
+            out=o_THD,
+            mask_mode="causal",
+        )

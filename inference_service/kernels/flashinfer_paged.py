@@ -1,0 +1,116 @@
+"""FlashInfer's FA2 and FA3 kernels over the paged cache: planned on the host once a step, so that no CUDA graph can hold them.
+
+Shapes as in `attention`.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from inference_service.kernels.attention import StepLayout
+
+WORKSPACE_BYTES = 256 << 20
+"""For partial outputs of contexts that are split: at most 2 tiles of 128 rows a multiprocessor and query head of a group, in float32."""
+IN_FLIGHT = 2
+"""Steps whose plans may exist at once: one runs while the next is planned."""
+
+
+def upload(values: list[int], device: torch.device) -> Tensor:
+    """int32 values on the device, copied behind what it computes now."""
+    return pinned(values, device).to(device, non_blocking=True)
+
+
+def pinned(values: list[int], device: torch.device) -> Tensor:
+    """int32 values on the host, from where a copy to the device need not wait."""
+    return torch.tensor(values, dtype=torch.int32, pin_memory=device.type == "cuda")
+
+
+class PagedAttention:
+    """Attention of some rows, by FlashInfer's `backend`.
+
+    A plan lies in the wrapper's pinned memory until the device has copied it, hence one wrapper for each step in flight.
+    """
+
+    backend: str
+
+    def __init__(self) -> None:
+        from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
+
+        self._make_wrapper: Any = BatchPrefillWithPagedKVCacheWrapper
+        self._wrappers: list[tuple[Any, torch.cuda.Event]] = []
+        self._steps = 0
+
+    def _rows(self, layout: StepLayout) -> slice:
+        raise NotImplementedError
+
+    def plan(self, layout: StepLayout, kv_P2HSD: Tensor, heads: int) -> Any:
+        device, (_, _, kv_heads, page_size, head_dim) = kv_P2HSD.device, kv_P2HSD.shape
+        rows = self._rows(layout)
+        lengths, contexts = layout.lengths[rows], layout.contexts[rows]
+        pages = [-(-context // page_size) for context in contexts]
+        wrapper, copied = self._next(device)
+        wrapper.plan(
+            pinned([0, *accumulate(lengths)], device),
+            pinned([0, *accumulate(pages)], device),
+            torch.cat([pages_M[:count] for pages_M, count in zip(layout.pages_RM[rows].unbind(), pages, strict=True)]).to(torch.int32),
+            pinned([(context - 1) % page_size + 1 for context in contexts], device),
+            heads,
+            kv_heads,
+            head_dim,
+            page_size,
+            causal=True,
+            q_data_type=kv_P2HSD.dtype,
+            kv_data_type=kv_P2HSD.dtype,
+            seq_lens=pinned(contexts, device),
+            max_token_per_sequence=max(lengths),
+        )
+        copied.record()
+        return wrapper
+
+    def __call__(self, q_THD: Tensor, kv_P2HSD: Tensor, plan: Any, o_THD: Tensor) -> None:
+        plan.run(q_THD, kv_P2HSD, out=o_THD)
+
+    def _next(self, device: torch.device) -> tuple[Any, torch.cuda.Event]:
+        if not self._wrappers:
+            make, workspace = self._make_wrapper, _workspace(device)
+            wrappers = [make(workspace, "HND", backend=self.backend) for _ in range(IN_FLIGHT)]
+            self._wrappers = [(wrapper, torch.cuda.Event()) for wrapper in wrappers]  # type: ignore[no-untyped-call]
+        wrapper, copied = self._wrappers[self._steps % IN_FLIGHT]
+        self._steps += 1
+        copied.synchronize()
+        return wrapper, copied
+
+
+class Fa2Decode(PagedAttention):
+    """Decode rows by FA2 on tensor cores."""
+
+    backend = "fa2"
+
+    def _rows(self, layout: StepLayout) -> slice:
+        return slice(0, layout.decodes)
+
+
+class Fa2Prefill(PagedAttention):
+    """Prefill rows by FA2."""
+
+    backend = "fa2"
+
+    def _rows(self, layout: StepLayout) -> slice:
+        return slice(layout.decodes, None)
+
+
+class Fa3Prefill(Fa2Prefill):
+    """Prefill rows by FA3."""
+
+    backend = "fa3"
+
+
+@cache
+def _workspace(device: torch.device) -> Tensor:
+    """Shared by all, since their kernels run one after the other."""
+    return torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)

@@ -1,0 +1,53 @@
+"""Products for a few tokens on a GPU, where streaming the weight is all the work; cuBLAS for more.
+
+Shapes: T tokens, K inputs, N outputs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from inference_service.kernels.flashinfer_elementwise import CublasGemm
+
+GEMV_TOKENS = 1
+"""Up to so many tokens the own kernel is faster than cuBLAS (benchmarks/gemm_small.py)."""
+TINY_TOKENS = 8
+"""One tile of tinygemm's."""
+
+
+class GemvOrCublasGemm(CublasGemm):
+    """The own Triton matrix-vector kernel, or cuBLAS, by the number of tokens, which the host knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from inference_service.kernels import triton_gemm
+
+        self._gemv: Any = triton_gemm.gemv
+
+    def __call__(self, x_TK: Tensor, packed: Tensor, bias_N: Tensor | None) -> Tensor:
+        if not 0 < len(x_TK) <= GEMV_TOKENS:
+            return F.linear(x_TK, packed, bias_N)
+        y_TN: Tensor = self._gemv(x_TK.contiguous(), packed, bias_N)
+        return y_TN
+
+
+class TinyGemm(CublasGemm):
+    """FlashInfer's tinygemm, made for latency, where its alignment fits; else cuBLAS."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from flashinfer.gemm import tinygemm_bf16
+
+        self._tiny: Any = tinygemm_bf16
+
+    def __call__(self, x_TK: Tensor, packed: Tensor, bias_N: Tensor | None) -> Tensor:
+        outputs, inputs = packed.shape
+        if not 0 < len(x_TK) <= TINY_TOKENS or inputs % 64 or outputs % 16:
+            return F.linear(x_TK, packed, bias_N)
+        y_TN = torch.empty(len(x_TK), outputs, dtype=x_TK.dtype, device=x_TK.device)
+        self._tiny(x_TK.contiguous(), packed, y_TN, bias_N)
+        return y_TN

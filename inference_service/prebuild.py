@@ -1,0 +1,103 @@
+"""`inference-service prebuild`: compile the kernels that a model needs on this GPU, measure where backends compete, keep what was found."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from inference_service.config import Config, ConfigError
+from inference_service.execution.cuda_executor import CudaExecutor
+from inference_service.execution.cuda_start import build_cuda_executor
+from inference_service.execution.device import find_device, find_setting
+from inference_service.execution.loading import LoadedModel, Report, load_model
+from inference_service.execution.tuning import Tuning, autotune_file, describe, save_tuning
+from inference_service.fetch import resolve_model
+from inference_service.kernels import support
+from inference_service.kernels.attention import Attention, StepLayout
+
+PREFILLS = ([512], [4096], [512] * 8)
+"""Prompts of the steps that are timed, in tokens."""
+
+
+def prebuild(config: Config, progress: Report) -> None:
+    """Do it all; the last step is a whole start, so that everything that it compiles is compiled. Raises ConfigError without a GPU."""
+    if find_device(config).device.type != "cuda":
+        raise ConfigError("device.kind: prebuild is for a GPU; on a CPU there is nothing to build")
+    loaded = load_model(config, resolve_model(config.model.path), progress)
+    made_for = describe(loaded.target, find_setting(config, loaded.target, loaded.shape, loaded.dtype), loaded.shape)
+    microseconds = {"attention_prefill": _time_prefill(config, loaded, progress)}
+    fastest = {operator: min(times, key=times.__getitem__) for operator, times in microseconds.items() if times}
+    progress(f"kept in {save_tuning(Tuning(made_for, fastest, microseconds))}: {fastest}")
+    _autotune(config, loaded, autotune_file(made_for), progress)
+    build_cuda_executor(config, loaded, progress).close()
+
+
+def _autotune(config: Config, loaded: LoadedModel, file: Path, progress: Report) -> None:
+    """Let FlashInfer find the tactics of what it tunes, by running one step."""
+    if not any("cutlass" in choice.row.backend for choice in loaded.choices):
+        return
+    from inference_service.kernels.flashinfer_moe import autotune
+
+    begin = time.perf_counter()
+    progress("tuning the experts' kernels, which takes about a minute")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize()
+    executor = CudaExecutor(config, loaded, config.batch.max_requests - (-config.batch.step_tokens // config.cache.page_size), stream)
+    with autotune(file):
+        executor.prefill(min(64, config.batch.step_tokens))
+    executor.close()
+    progress(f"tuned in {time.perf_counter() - begin:.1f} s: {file}")
+
+
+def _time_prefill(config: Config, loaded: LoadedModel, progress: Report) -> dict[str, float]:
+    """Microseconds of a layer's attention, summed over PREFILLS, for each backend that runs here."""
+    setting = find_setting(config, loaded.target, loaded.shape, loaded.dtype)
+    able = [row for row in support.rows("attention_prefill") if not row.refusal(setting) and row.backend != "torch"]
+    times: dict[str, float] = {}
+    for row in able:
+        backend: Attention = row.make()
+        each = [_time_attention(backend, lengths, config, loaded) for lengths in PREFILLS]
+        times[row.backend] = round(sum(each), 1)
+        timed = ", ".join(f"{len(lengths)} x {lengths[0]}: {us:.0f} us" for lengths, us in zip(PREFILLS, each, strict=True))
+        progress(f"attention_prefill by {row.backend}: {timed}")
+    return times
+
+
+@torch.inference_mode()
+def _time_attention(backend: Attention, lengths: list[int], config: Config, loaded: LoadedModel) -> float:
+    shape, device, size = loaded.shape, loaded.target.device, config.cache.page_size
+    tokens, pages = sum(lengths), -(-max(lengths) // size)
+    kv_P2HSD = torch.randn(len(lengths) * pages, 2, shape.kv_heads, size, shape.head_dim, dtype=loaded.dtype, device=device)
+    q_THD = torch.randn(tokens, shape.heads, shape.head_dim, dtype=loaded.dtype, device=device)
+    o_THD = torch.empty_like(q_THD)
+
+    def ints(values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    layout = StepLayout(
+        decodes=0,
+        lengths=lengths,
+        contexts=lengths,
+        positions_T=ints([position for length in lengths for position in range(length)]),
+        row_T=ints([row for row, length in enumerate(lengths) for _ in range(length)]),
+        pages_RM=ints(list(range(len(lengths) * pages))).view(len(lengths), pages),
+        contexts_R=ints(lengths),
+    )
+    plan = backend.plan(layout, kv_P2HSD, shape.heads)
+    return _microseconds(lambda: backend(q_THD, kv_P2HSD, plan, o_THD))
+
+
+def _microseconds(run: Callable[[], None], repeats: int = 20) -> float:
+    for _ in range(5):
+        run()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    begin.record()
+    for _ in range(repeats):
+        run()
+    end.record()
+    end.synchronize()
+    return 1e3 * float(begin.elapsed_time(end)) / repeats

@@ -1,0 +1,53 @@
+"""Small random checkpoints whose shapes the GPU kernels take: heads of 128, eight query heads a KV head, pages of 64."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 1000,
+    "hidden_size": 512,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": False,
+}
+
+
+def make_config(family: str) -> transformers.PretrainedConfig:
+    if family == "llama":
+        return transformers.LlamaConfig(**COMMON, intermediate_size=768)
+    return transformers.Qwen3MoeConfig(
+        **COMMON, intermediate_size=768, num_experts=16, num_experts_per_tok=4, moe_intermediate_size=256, norm_topk_prob=True
+    )
+
+
+def save_tiny(family: str, model_dir: Path, std: float = 0.03, spread: float = 2.5) -> None:
+    """Write a bfloat16 checkpoint with weights of `std` and norms near 1.
+
+    The rows of the LM head are of unlike length, so that the best logit seldom has a rival within rounding.
+    """
+    torch.manual_seed(0)
+    models: Any = transformers.AutoModelForCausalLM
+    model = models.from_config(make_config(family), dtype=torch.float32)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.normal_(1.0, 0.1) if name.endswith("norm.weight") else weight.normal_(0.0, std)
+        head = model.lm_head.weight
+        head.mul_((spread * torch.randn(len(head), 1)).exp())
+    model.to(torch.bfloat16).save_pretrained(model_dir)
+
+
+def reference_logits(model_dir: Path, ids_BT: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What transformers gives for each token, on the ids' device."""
+    models: Any = transformers.AutoModelForCausalLM
+    model = models.from_pretrained(model_dir, dtype=dtype, attn_implementation="eager").to(ids_BT.device).eval()
+    with torch.inference_mode():
+        logits_BTV: torch.Tensor = model(ids_BT).logits
+    return logits_BTV.float()

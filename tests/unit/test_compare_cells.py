@@ -1,0 +1,101 @@
+"""The grammar of cells, and when a row must not be trusted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from baselines.cells import Cell, Shape, parse_cells
+from baselines.load import processes
+from baselines.report import make_row, table_lines
+
+SHORT, LONG = Shape(128, 256), Shape(4096, 16)
+
+
+def summary(**changes: Any) -> dict[str, Any]:
+    latency = {"p50": 10.0, "p99": 20.0}
+    plain = {
+        "requests": {"completed": 9, "failed": 0},
+        "errors": {},
+        "tokens": {"input": 1000, "cached": 0, "output_per_s": 500.0},
+        "ttft_ms": latency,
+        "tpot_ms": latency,
+        "itl_ms": latency,
+        "receive_lag_ms": {"p99": 1.0},
+        "client_cpu": {"mean": 0.5, "busiest": 0.6},
+    }
+    return {**plain, **changes}
+
+
+def row(target: str = "ours", extra: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
+    return make_row(
+        target,
+        Cell((SHORT,), 8),
+        SHORT,
+        summary(**changes),
+        extra=extra or {},
+        expected_distinct=50.0,
+        peak_memory_gib=None,
+        start_s=None,
+    )
+
+
+def test_the_cells_of_a_text() -> None:
+    assert parse_cells("128/256@1,8; 4096/16+128/256@8\n128/256~0.8,0.95@32:20") == [
+        Cell((SHORT,), 1),
+        Cell((SHORT,), 8),
+        Cell((LONG, SHORT), 8),
+        Cell((SHORT,), 32, 0.8, 0.95, 20.0),
+    ]
+
+
+@pytest.mark.parametrize("text", ["", "128/256", "128/256@", "128/256@0", "4096/16+128/256@3", "1/2+1/2@2", "128/256@1@2", "1/2~0.8@1"])
+def test_a_text_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"^cells: "):
+        parse_cells(text)
+
+
+def test_the_window_grows_with_concurrency() -> None:
+    seconds = [Cell((SHORT,), concurrency).measured_s((8, 16)) for concurrency in (1, 16, 256, 1024)]
+    assert seconds == [8, 12, 16, 16]
+    assert Cell((SHORT,), 1, window_s=20).measured_s((8, 16)) == 20
+
+
+def test_every_cell_has_prompts_of_its_own() -> None:
+    cells = [*parse_cells("128/256@1,8 4096/16@8"), *parse_cells("128/256~0.8,0.95@8")]
+    seeds = {cell.seed(base, part) for cell in cells for base in (0, 1) for part in (0, 1)}
+    assert len(seeds) == 4 * len(cells)
+    assert cells[0].seed(0, 0) == parse_cells("128/256@1:99")[0].seed(0, 0)
+
+
+@pytest.mark.parametrize(("concurrency", "expected"), [(1, 1), (2, 2), (8, 4), (64, 4), (128, 8), (256, 8)])
+def test_processes(concurrency: int, expected: int) -> None:
+    assert processes(Cell((SHORT,), concurrency), 8) == expected
+
+
+def test_a_good_row_has_no_objection() -> None:
+    assert "invalid" not in row(extra={"distinct_experts": 46.0})
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"receive_lag_ms": {"p99": 21.0}}, "the load generator was 21 ms late"),
+        ({"extra": {"distinct_experts": 44.0}}, "44.0 distinct experts a layer, but uniform routing has 50.0"),
+        ({"tokens": {"input": 1000, "cached": 100, "output_per_s": 1.0}}, "100 of 1000 input tokens came from the prefix cache"),
+        ({"requests": {"completed": 0, "failed": 0}}, "no request was completed"),
+        ({"errors": {"server": {"count": 2, "example": "X: y"}}}, "2 requests failed (server), such as X: y"),
+    ],
+)
+def test_why_a_row_is_invalid(changes: dict[str, Any], reason: str) -> None:
+    (only,) = row(**changes)["invalid"]
+    assert only.startswith(reason)
+
+
+def test_ratios_are_of_the_first_target_to_the_others() -> None:
+    ours, vllm = row("ours"), row("vllm", ttft_ms={"p50": 20.0, "p99": 80.0}, tpot_ms={"p50": None})
+    header, *lines = table_lines([vllm, ours], ["ours", "vllm"])
+    assert [line[2] for line in lines] == ["ours", "vllm", "ours / vllm"]
+    ratios = dict(zip(header, lines[2], strict=True))
+    assert (ratios["TTFT p50 ms"], ratios["TTFT p99 ms"], ratios["TPOT p50 ms"]) == ("x 0.50", "x 0.25", "")

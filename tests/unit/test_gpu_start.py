@@ -1,0 +1,50 @@
+"""What the start on a GPU derives: batch sizes to capture, pages that fit, and what `prebuild` has kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from inference_service.config import ConfigError, load_config
+from inference_service.execution.graphs import buckets
+from inference_service.execution.memory import GIB, Needs
+from inference_service.execution.tuning import Tuning, load_tuning, save_tuning, tuning_file
+
+NEEDS = Needs(total=100 * GIB, loaded=60 * GIB, graphs=2 * GIB, activations=3 * GIB)
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 7, 8, 12, 100, 256, 1000])
+def test_every_batch_has_a_graph_of_at_most_half_as_many_rows_more(most: int) -> None:
+    sizes = buckets(most)
+    assert sizes == sorted(set(sizes)) and sizes[0] == 1 and sizes[-1] == most
+    for rows in range(8, most + 1):
+        assert min(size for size in sizes if size >= rows) < rows + max(8, rows / 2)
+
+
+def test_the_pool_gets_what_the_fraction_leaves() -> None:
+    config = load_config(None, ["cache.gpu_memory_fraction=0.9"])
+    assert NEEDS.pages(config, 1 << 20) == 25 * 1024
+    assert NEEDS.pages(load_config(None, ["cache.pages=7"]), 1 << 20) == 7
+    assert "KV pool 25.00, free 10.00" in NEEDS.ledger(25 * GIB)
+    with pytest.raises(ConfigError, match=r"cache\.gpu_memory_fraction: 0\.65 of 100\.0 GiB leaves no room"):
+        NEEDS.pages(load_config(None, ["cache.gpu_memory_fraction=0.65"]), 1 << 20)
+
+
+def test_a_measurement_counts_only_where_it_was_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INFERENCE_SERVICE_CACHE", str(tmp_path))
+    here, elsewhere = {"gpu": "NVIDIA H200", "flashinfer": "0.6.13"}, {"gpu": "NVIDIA H200", "flashinfer": "0.7.4"}
+    assert load_tuning(here) is None
+    tuning = Tuning(here, {"attention_prefill": "fa3"}, {"attention_prefill": {"fa3": 300.0, "fa2": 511.0}})
+    path = save_tuning(tuning)
+    assert load_tuning(here) == tuning and load_tuning(elsewhere) is None
+    path.write_text("{")
+    assert load_tuning(here) is None
+    assert path == tuning_file(here) and list(path.parent.iterdir()) == [path]
+
+
+def test_graphs_need_no_gpu_to_be_imported() -> None:
+    from inference_service.execution import cuda_executor, cuda_start
+
+    assert cuda_executor and cuda_start and not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
