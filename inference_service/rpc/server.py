@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 import time
@@ -60,6 +61,9 @@ async def _serve(config: Config, model_dir: Path) -> None:
     try:
         engine.start()
         await _until_ready(engine, lifecycle)
+        # What start-up made lives as long as the process: the collector need not walk it again and again.
+        gc.collect()
+        gc.freeze()
         if engine.ready is not None and not lifecycle.drained.is_set():
             print(f"ready on {address}", flush=True)
         await lifecycle.drained.wait()
