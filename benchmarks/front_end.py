@@ -2,9 +2,9 @@
 
     python benchmarks/front_end.py
 
-Two kinds of run. Paced: every step's token travels in a message of its own. Flat out: the engine is faster than the front end, so deltas merge.
-The engine and the clients are other processes; only the front end's CPU time is counted (user + system, all its threads). The least of some
-runs is given, since whatever else the machine does can only add.
+Two kinds of run. Paced: every step's token travels in a message of its own. Flat out: the engine is faster than the front end, so
+deltas merge. The engine and the clients are other processes; only the front end's CPU time is counted (user + system, all its
+threads). The least of some runs is given, since whatever else the machine does can only add.
 """
 
 from __future__ import annotations

@@ -23,7 +23,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="inference-service", description="Generate text over gRPC: serve a model, ask it, look at its traces.")
+    parser = argparse.ArgumentParser(
+        prog="inference-service", description="Generate text over gRPC: serve a model, ask it, look at its traces."
+    )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
 

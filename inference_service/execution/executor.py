@@ -72,7 +72,7 @@ def build_executor(config: Config, model_dir: Path, progress: Callable[[str], No
     """
     _set_threads(config.device.threads)
     target = find_device(config)
-    shape = _limit_context(read_config(model_dir), config)
+    shape = limit_context(read_config(model_dir), config)
     dtype = find_dtype(config, target.device, shape.dtype)
     choices = select(config.kernels, target.architecture, dtype)
     for choice in choices:
@@ -90,11 +90,11 @@ def build_executor(config: Config, model_dir: Path, progress: Callable[[str], No
     weights.clear()
     model.pack()
 
-    pages = _page_count(config, shape, dtype)
+    pages = cache_pages(config, shape, dtype)
     progress(f"KV cache: {pages:,} pages of {config.cache.page_size} tokens, {pages * config.cache.page_size:,} tokens")
     caches = model.new_cache(pages, config.cache.page_size, target.device)
     max_pages = -(-shape.max_context // config.cache.page_size)
-    buffers = InputBuffers(config.batch.max_requests, config.batch.max_step_tokens, max_pages, target.device)
+    buffers = InputBuffers(config.batch.max_requests, config.batch.step_tokens, max_pages, target.device)
     info = ExecutorInfo(
         architecture=shape.architecture,
         dtype=dtype_name(dtype),
@@ -114,14 +114,16 @@ def _set_threads(threads: int) -> None:
         torch.set_num_threads(threads)
 
 
-def _limit_context(shape: ModelConfig, config: Config) -> ModelConfig:
+def limit_context(shape: ModelConfig, config: Config) -> ModelConfig:
+    """The shape with the configured context. Raises ConfigError for more than the model declares."""
     wanted = config.model.max_context
     if wanted > shape.max_context:
         raise ConfigError(f"model.max_context: {wanted} is more than the {shape.max_context} that the model declares")
     return replace(shape, max_context=wanted) if wanted else shape
 
 
-def _page_count(config: Config, shape: ModelConfig, dtype: torch.dtype) -> int:
+def cache_pages(config: Config, shape: ModelConfig, dtype: torch.dtype) -> int:
+    """KV pages: as configured, else as many as the memory holds. Raises ConfigError where that is none."""
     if config.cache.pages:
         return config.cache.pages
     token_bytes = 2 * shape.layers * shape.kv_heads * shape.head_dim * dtype.itemsize

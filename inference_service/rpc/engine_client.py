@@ -15,7 +15,21 @@ from itertools import count
 import msgspec
 import zmq
 
-from inference_service.messages import Abort, EngineStart, Failed, Finish, Hello, Load, Output, Progress, Ready, Step, Submit, ToEngine, ToFrontEnd
+from inference_service.messages import (
+    Abort,
+    EngineStart,
+    Failed,
+    Finish,
+    Hello,
+    Load,
+    Output,
+    Progress,
+    Ready,
+    Step,
+    Submit,
+    ToEngine,
+    ToFrontEnd,
+)
 from inference_service.rpc.errors import RpcError, unavailable
 
 
@@ -99,7 +113,7 @@ class EngineClient:
     def start(self) -> None:
         """Start the engine's process; `on_change` tells when it is ready."""
         self._socket.connect(self._start.address)
-        asyncio.get_running_loop().add_reader(self._socket.get(zmq.FD), self._receive)
+        asyncio.get_running_loop().add_reader(self._socket.FD, self._receive)
         self._send(Hello())
         # Popen, not asyncio's: it starts without fork handlers, which gRPC's threads would not survive.
         self._process = subprocess.Popen([sys.executable, "-m", "inference_service.engine.process"], stdin=subprocess.PIPE)
@@ -139,14 +153,14 @@ class EngineClient:
         if self._process is not None:
             self._process.kill()
             await asyncio.to_thread(self._process.wait)
-        loop.remove_reader(self._socket.get(zmq.FD))
+        loop.remove_reader(self._socket.FD)
         self._socket.close()
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def _send(self, message: ToEngine) -> None:
         self._socket.send(self._encoder.encode(message))
         # The descriptor is edge-triggered, and sending may have consumed the edge of something that has arrived.
-        if self._socket.get(zmq.EVENTS) & zmq.POLLIN:
+        if int(self._socket.EVENTS) & zmq.POLLIN:
             asyncio.get_running_loop().call_soon(self._receive)
 
     def _receive(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc
 
-from inference.v1 import generate_pb2, info_pb2, inference_pb2_grpc
+from inference.v1 import generate_pb2, inference_pb2_grpc, info_pb2
 from inference_service import __version__
 from inference_service.config import Config
 from inference_service.messages import Ready
@@ -35,7 +35,9 @@ RETRY_S = 1.0
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     """Serves one model."""
 
-    def __init__(self, config: Config, model: str, tokenizer: Tokenizer, engine: EngineClient, lifecycle: Lifecycle, tracing: Tracing) -> None:
+    def __init__(
+        self, config: Config, model: str, tokenizer: Tokenizer, engine: EngineClient, lifecycle: Lifecycle, tracing: Tracing
+    ) -> None:
         self._config = config
         self._model = model
         self._tokenizer = tokenizer
@@ -161,7 +163,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         if request_id not in self._stuck:
             return None
         self._stuck.discard(request_id)
-        return RpcError(grpc.StatusCode.RESOURCE_EXHAUSTED, "STUCK_READER", f"no message taken for {self._config.server.stuck_reader_s:g} s")
+        return RpcError(
+            grpc.StatusCode.RESOURCE_EXHAUSTED, "STUCK_READER", f"no message taken for {self._config.server.stuck_reader_s:g} s"
+        )
 
     def measure_load(self) -> None:
         """Note how many tokens there were. To be called now and then."""

@@ -17,6 +17,7 @@ from inference_service.text.chat_template import ChatTemplateError
 from inference_service.text.tokenizer import Tokenizer
 
 MAX_STOP_STRINGS = 16
+MAX_STOP_LENGTH = 1024
 MAX_LOGPROBS = 20
 MAX_REQUEST_ID = 128
 
@@ -111,7 +112,9 @@ class RequestReader:
                 grpc.StatusCode.NOT_FOUND, "UNKNOWN_MODEL", f"model: {request.model!r} is not served, {self._model!r} is", field="model"
             )
         if request.adapter:
-            raise RpcError(grpc.StatusCode.NOT_FOUND, "UNKNOWN_ADAPTER", f"adapter: no adapter {request.adapter!r} is served", field="adapter")
+            raise RpcError(
+                grpc.StatusCode.NOT_FOUND, "UNKNOWN_ADAPTER", f"adapter: no adapter {request.adapter!r} is served", field="adapter"
+            )
 
     def _sampling(self, given: generate_pb2.SamplingParams) -> Sampling:
         defaults = self._defaults
@@ -133,8 +136,8 @@ class RequestReader:
     def _stop_ids(self, stopping: generate_pb2.StopConditions) -> list[int]:
         if len(stopping.stop) > MAX_STOP_STRINGS:
             raise invalid("stopping.stop", f"at most {MAX_STOP_STRINGS} strings, not {len(stopping.stop)}")
-        if "" in stopping.stop:
-            raise invalid("stopping.stop", "a stop string must not be empty")
+        if not all(0 < len(stop) <= MAX_STOP_LENGTH for stop in stopping.stop):
+            raise invalid("stopping.stop", f"a stop string must have 1 to {MAX_STOP_LENGTH} characters")
         ids = list(stopping.stop_token_ids)
         if bad := next((i for i in ids if i >= self._vocab_size), None):
             raise invalid("stopping.stop_token_ids", f"id {bad} is outside the vocabulary of {self._vocab_size}")
@@ -158,12 +161,13 @@ class RequestReader:
             raise invalid("stopping.max_tokens", "must be at least 1")
         if asked is not None and asked > context_room:
             raise invalid(
-                "stopping.max_tokens", f"{asked} after a prompt of {prompt_tokens} tokens exceeds the model's context of {self._max_context}"
+                "stopping.max_tokens",
+                f"{asked} after a prompt of {prompt_tokens} tokens exceeds the model's context of {self._max_context}",
             )
         if (asked or 1) > cache_room:
             raise RpcError(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
                 "KV_CACHE_TOO_SMALL",
-                f"a prompt of {prompt_tokens} tokens and an answer of {asked or 1} can never fit in the KV cache of {self._cache_tokens} tokens",
+                f"a prompt of {prompt_tokens} tokens and an answer of {asked or 1} exceed the KV cache of {self._cache_tokens} tokens",
             )
         return asked or min(context_room, cache_room)
