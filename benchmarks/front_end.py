@@ -55,6 +55,22 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+def pin(pid: int, cores: set[int]) -> None:
+    """Keep all threads of a process on some cores."""
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        os.sched_setaffinity(int(thread.name), cores)
+
+
+def separate(server: int) -> None:
+    """The front end on one core, its engine and this client on the others: its CPU time is to be its own, not that of contention."""
+    first, *others = sorted(os.sched_getaffinity(0))
+    if others:
+        (engine,) = map(int, Path(f"/proc/{server}/task/{server}/children").read_text().split())
+        pin(server, {first})
+        pin(engine, set(others))
+        pin(os.getpid(), set(others))
+
+
 def measure(step_ms: float, directory: str) -> tuple[int, int, float, float]:
     """Messages, tokens, front-end CPU seconds and wall seconds of the cheapest of some runs, after a warm-up run."""
     settings = [
@@ -69,6 +85,7 @@ def measure(step_ms: float, directory: str) -> tuple[int, int, float, float]:
     try:
         assert process.stdout is not None
         address = process.stdout.readline().removeprefix("ready on ").strip()
+        separate(process.pid)
         asyncio.run(drive(address))
         runs = []
         for _ in range(RUNS):
@@ -79,6 +96,7 @@ def measure(step_ms: float, directory: str) -> tuple[int, int, float, float]:
     finally:
         process.terminate()
         process.wait()
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))
 
 
 def main() -> None:

@@ -40,7 +40,8 @@ class EchoExecutor:
     def launch(self, plan: StepPlan) -> EchoTicket:
         """Start a step after those before it."""
         self._ends = max(self._ends, time.monotonic()) + self._step_s
-        ids, logprobs = list[int](), list[TokenLogprobs | None]()
+        ids: list[int] = []
+        logprobs: list[TokenLogprobs | None] = []
         for row in plan.rows:
             if row.token_ids:
                 self._last[row.slot] = row.token_ids[-1]

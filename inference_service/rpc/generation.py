@@ -65,16 +65,18 @@ class Generation:
 
     def _responses(self, outputs: list[tuple[int, Output]]) -> list[pb.GenerateResponse]:
         """The messages that carry these outputs; however many steps they come from, they make one delta."""
-        ids, times, finish = list[int](), list[int](), None
+        ids: list[int] = []
+        times: list[int] = []
         logprobs: list[TokenLogprobs] | None = [] if self.submit.logprobs >= 0 else None
+        finish: Finish | None = None
         for time_ns, output in outputs:
             if output.scheduled_ns:
                 self.scheduled_ns, self.cached_tokens = output.scheduled_ns, output.cached_tokens
-            if output.token_ids:
-                ids += output.token_ids
-                times += [time_ns] * len(output.token_ids)
-                if logprobs is not None:
-                    logprobs += output.logprobs or []
+            for token_id in output.token_ids:
+                ids.append(token_id)
+                times.append(time_ns)
+            if logprobs is not None:
+                logprobs += output.logprobs or []
             if output.finish is not None:
                 finish = output.finish
                 if finish.stop_token_id >= 0:
@@ -84,7 +86,7 @@ class Generation:
         if ids:
             self.completion_tokens += len(ids)
             self._note_tokens(times[0], times[-1])
-        responses = list[pb.GenerateResponse]()
+        responses: list[pb.GenerateResponse] = []
         if not self._accepted and (self.scheduled_ns or (finish is not None and finish.reason == "abort")):
             responses.append(self._accept())
         responses += self._deltas(ids, times, logprobs, finish)
@@ -101,9 +103,13 @@ class Generation:
     ) -> list[pb.GenerateResponse]:
         """Deltas of what the new tokens make certain. A stop string among it ends the request, whatever the engine says."""
         self.finish = finish
-        pieces = [self._assembler.push(ids, times, logprobs) if ids else None, self._assembler.finish() if finish is not None else None]
+        pieces = [self._assembler.push(ids, times, logprobs) if ids else None]
+        if finish is not None:
+            pieces.append(self._assembler.finish())
         deltas = []
-        for piece in filter(None, pieces):
+        for piece in pieces:
+            if piece is None:
+                continue
             if piece.stop:
                 self.stop_string = piece.stop
                 self.finish = Finish("stop", preemptions=finish.preemptions if finish else 0)
