@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -25,6 +26,7 @@ from inference_service.models.families import make_model, read_config
 from inference_service.models.layers import Build
 
 GIB = 1 << 30
+COMPUTE_NICE = 5
 
 
 @dataclass(frozen=True)
@@ -44,8 +46,7 @@ class TorchExecutor:
         self.info = info
         self._model, self._caches, self._buffers = model, caches, buffers
         self._page_size = caches[0].shape[3]
-        # The number of OpenMP threads belongs to the thread that starts them.
-        self._worker = ThreadPoolExecutor(1, "executor", initializer=_set_threads, initargs=(threads,))
+        self._worker = ThreadPoolExecutor(1, "executor", initializer=_start_worker, initargs=(threads,))
 
     def launch(self, plan: StepPlan) -> Ticket:
         return StepTicket(self._worker.submit(self._run, pack(plan, self._page_size)))
@@ -107,6 +108,13 @@ def build_executor(config: Config, model_dir: Path, progress: Callable[[str], No
         kernels=[choice.message() for choice in choices],
     )
     return TorchExecutor(model, caches, buffers, info, config.device.threads)
+
+
+def _start_worker(threads: int) -> None:
+    """The number of OpenMP threads belongs to the thread that starts them, and so does their priority: on a CPU the front end, which has
+    little to do but must do it at once, goes before the computing."""
+    os.nice(COMPUTE_NICE)
+    _set_threads(threads)
 
 
 def _set_threads(threads: int) -> None:
