@@ -6,6 +6,7 @@ A 0 or "auto" means "derive it"; what was derived is printed by `inference-servi
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,7 +16,8 @@ from msgspec import Meta
 
 Count = Annotated[int, Meta(ge=1)]
 CountOrAuto = Annotated[int, Meta(ge=0)]
-Seconds = Annotated[float, Meta(ge=0)]
+Seconds = Annotated[float, Meta(ge=0, le=1e6)]
+PositiveSeconds = Annotated[float, Meta(gt=0, le=1e6)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 
 
@@ -39,7 +41,7 @@ class Model(Section, frozen=True):
     load_format: Literal["auto", "dummy", "echo"] = "auto"
     """auto: the checkpoint's safetensors. dummy: random weights of config.json's shape. echo: no model at all, each answer counts up from
     its prompt's last token id (to measure and test the service around the model)."""
-    echo_step_ms: Annotated[float, Meta(ge=0)] = 0.0
+    echo_step_ms: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
     """How long a step of the echo engine takes."""
     max_context: CountOrAuto = 0
     """Most tokens that prompt and answer may have together. 0: what the checkpoint declares."""
@@ -83,7 +85,7 @@ class Cache(Section, frozen=True):
     """Tokens a page holds."""
     pages: CountOrAuto = 0
     """Pages in all. 0: as many as memory_gib holds."""
-    memory_gib: Annotated[float, Meta(gt=0)] = 1.0
+    memory_gib: Annotated[float, Meta(gt=0, le=1e6)] = 1.0
     """Memory for the pages, where `pages` is 0."""
     prefix: bool = True
     """Keeps pages of finished requests and shares them with requests of the same beginning."""
@@ -107,16 +109,16 @@ class Server(Section, frozen=True):
     port: Port = 50051
     """0: any free port; the one taken is printed."""
     max_queue: CountOrAuto = 256
-    """Requests that may wait beside those being computed; one more is RESOURCE_EXHAUSTED."""
+    """Requests that may be in flight beyond batch.max_requests, and so wait; one more is RESOURCE_EXHAUSTED."""
     max_message_mib: Count = 4
     """Largest request message."""
-    stuck_reader_s: Annotated[float, Meta(gt=0)] = 30.0
+    stuck_reader_s: PositiveSeconds = 30.0
     """A client that takes no message for so long is cut off."""
     drain_propagation_s: Seconds = 0.0
     """How long a drain still admits requests after health turned NOT_SERVING, so that balancers can notice."""
     drain_s: Seconds = 30.0
     """How long running requests may go on in a drain."""
-    engine_timeout_s: Annotated[float, Meta(gt=0)] = 30.0
+    engine_timeout_s: PositiveSeconds = 30.0
     """An engine that has not been heard of for so long is lost."""
 
 
@@ -143,10 +145,10 @@ class Loadtest(Section, frozen=True):
 
     target: str = "grpc://127.0.0.1:50051"
     concurrency: tuple[Count, ...] = (4,)
-    duration_s: Annotated[float, Meta(gt=0)] = 20.0
+    duration_s: PositiveSeconds = 20.0
     workload: Workload = Workload()
     seed: int = 0
-    timeout_s: Annotated[float, Meta(gt=0)] = 120.0
+    timeout_s: PositiveSeconds = 120.0
     """Deadline of each request."""
     trace_file: str = "loadgen-traces.jsonl"
     """JSON lines, one client span a request; used where no OTLP endpoint is set."""
@@ -181,12 +183,19 @@ def load_config(path: str | Path | None = None, overrides: list[str] | None = No
         raise ConfigError(f"{path or 'configuration'}: {_readable(str(error))}") from None
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 takes 1e-6 for a string, since it has no dot; here it is the number that was meant."""
+
+
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+"), list("-+0123456789"))
+
+
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        tree = yaml.safe_load(path.read_text())
+        tree = yaml.load(path.read_text(), _Loader)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{path}: not YAML: {error}") from None
     if tree is None:
         return {}
@@ -201,8 +210,8 @@ def _set(tree: dict[str, Any], override: str) -> None:
     if not equals or not sections or not leaf:
         raise ConfigError(f"override {override!r}: write section.key=value")
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
+        value = yaml.load(text, _Loader)
+    except (yaml.YAMLError, ValueError):
         raise ConfigError(f"override {override!r}: {text!r} is not a YAML value") from None
     node: Any = tree
     for section in sections:

@@ -20,6 +20,12 @@ class EchoTicket:
     result: StepResult
     ends: float
 
+    def ended(self, timeout_s: float) -> bool:
+        """Whether the step's time is over, after `timeout_s` at most."""
+        left = self.ends - time.monotonic()
+        time.sleep(max(0.0, min(left, timeout_s)))
+        return left <= timeout_s
+
     def wait(self) -> StepResult:
         """Block until the step's time is over."""
         time.sleep(max(0.0, self.ends - time.monotonic()))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -34,6 +34,9 @@ class StepTicket:
     """A launched step."""
 
     future: Future[StepResult]
+
+    def ended(self, timeout_s: float) -> bool:
+        return bool(wait([self.future], timeout_s).done)
 
     def wait(self) -> StepResult:
         return self.future.result()

@@ -112,6 +112,7 @@ class Generation:
                 continue
             if piece.stop:
                 self.stop_string = piece.stop
+                self.completion_tokens -= piece.unused
                 self.finish = Finish("stop", preemptions=finish.preemptions if finish else 0)
             if piece.token_ids or piece.text:
                 deltas.append(self._delta(piece))

@@ -157,7 +157,16 @@ INVALID = [
         ),
     ),
     (
-        "chat",
+        "chat.template_kwargs",
+        pb.GenerateRequest(
+            chat=pb.ChatPrompt(
+                messages=[pb.ChatMessage(role="user")],
+                template_kwargs=struct_pb2.Struct(fields={"x": struct_pb2.Value(number_value=float("nan"))}),
+            )
+        ),
+    ),
+    (
+        "chat.template_kwargs",
         pb.GenerateRequest(
             chat=pb.ChatPrompt(
                 messages=[pb.ChatMessage(role="user")],
@@ -180,6 +189,7 @@ INVALID = [
     ("stopping.stop", request([5], stopping=pb.StopConditions(stop=[""]))),
     ("stopping.stop", request([5], stopping=pb.StopConditions(stop=["x"] * 17))),
     ("stopping.stop", request([5], stopping=pb.StopConditions(stop=["x" * 1025]))),
+    ("stopping.stop_token_ids", request([5], stopping=pb.StopConditions(stop_token_ids=range(129)))),
     ("stopping.stop_token_ids", request([5], stopping=pb.StopConditions(stop_token_ids=[VOCAB]))),
     ("output.logprobs", request([5], output=pb.OutputOptions(logprobs=21))),
 ]

@@ -217,6 +217,7 @@ def test_a_killed_engine_ends_every_stream_and_health_says_so(tmp_path: Path) ->
             watch.cancel()
         assert statuses == [NOT_SERVING]
         assert health(server, "") == health(server, API) == NOT_SERVING
+        assert load(server).running == load(server).pages_used == 0
         assert error_of_server(server, request([100], 1)).code() == grpc.StatusCode.UNAVAILABLE
         assert server.stop() == 0
 
@@ -229,6 +230,26 @@ def test_an_engine_that_hangs_is_lost(tmp_path: Path) -> None:
         assert error is not None and error.code() == grpc.StatusCode.UNAVAILABLE
         assert health(server, "") == NOT_SERVING
         assert server.stop() == 0
+
+
+def test_a_slow_step_is_no_lost_engine(tmp_path: Path) -> None:
+    with run_server(tmp_path, "model.load_format=echo", "model.echo_step_ms=4000", "server.engine_timeout_s=2.5") as server:
+        assert started(server, request([100], 2)).result().finished is not None
+        assert health(server, "") == SERVING
+
+
+def test_a_long_text_does_not_stop_the_others(tmp_path: Path) -> None:
+    with run_server(tmp_path, *PACED) as server, server.stub() as stub:
+        consumer = started(server, request([100], 1500))
+        long = Consumer(server, pb.GenerateRequest(text="a" * 3_000_000))
+        before, answered = len(consumer.ids), 0
+        while long.is_alive():
+            stub.GetLoad(info_pb2.GetLoadRequest(), timeout=5)
+            answered += 1
+            time.sleep(0.05)
+        assert long.code == grpc.StatusCode.INVALID_ARGUMENT and answered > 5
+        assert len(consumer.ids) > before + 5
+        consumer.call.cancel()
 
 
 @pytest.mark.parametrize("by_call", [False, True])
@@ -259,6 +280,44 @@ def test_a_drain_cuts_off_what_takes_too_long(tmp_path: Path) -> None:
         assert server.stop() == 0
         error = consumer.result().error
         assert error is not None and error.code() == grpc.StatusCode.UNAVAILABLE
+        assert detail(error, error_details_pb2.ErrorInfo).reason == "DRAINING"
+        assert '"rpc.response.status_code":"UNAVAILABLE"' in server.traces.read_text()
+
+
+def test_a_second_signal_stops_at_once(tmp_path: Path) -> None:
+    with run_server(tmp_path, *PACED) as server:
+        consumer = started(server, request([100], 1500))
+        server.process.send_signal(signal.SIGINT)
+        eventually(lambda: load(server).draining)
+        assert server.stop() == 0
+        assert consumer.result().code == grpc.StatusCode.UNAVAILABLE
+
+
+def test_a_front_end_that_was_paused_keeps_its_engine(tmp_path: Path) -> None:
+    with run_server(tmp_path, *PACED, "server.engine_timeout_s=2") as server:
+        server.process.send_signal(signal.SIGSTOP)
+        time.sleep(3.5)
+        server.process.send_signal(signal.SIGCONT)
+        time.sleep(1)
+        assert started(server, request([100], 3)).result().finished is not None
+
+
+def test_an_engine_ends_though_its_front_end_was_killed_during_the_start(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "inference_service.cli",
+        "serve",
+        "--set=server.port=0",
+        f"--set=telemetry.trace_file={tmp_path}/t.jsonl",
+    ]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    children = Path(f"/proc/{server.pid}/task/{server.pid}/children")
+    eventually(lambda: bool(children.read_text()), timeout=60)
+    engine = Path(f"/proc/{children.read_text().split()[0]}")
+    server.kill()
+    server.wait()
+    eventually(lambda: not engine.exists() or "zombie" in (engine / "status").read_text(), timeout=120)
 
 
 def test_an_engine_whose_front_end_is_killed_ends(tmp_path: Path) -> None:
