@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
@@ -153,7 +153,7 @@ class AioClient:
     ) -> AsyncIterator[generate_pb2.GenerateResponse]:
         """Stream an answer; see Client.generate."""
         request = generate_request(prompt, **fields)
-        return _aio_stream(self._stub.Generate(request, timeout=timeout, metadata=_metadata(traceparent)))
+        return _aio_stream(lambda: self._stub.Generate(request, timeout=timeout, metadata=_metadata(traceparent)))
 
     async def generate_text(self, prompt: Prompt, *, timeout: float | None = None, traceparent: str = "", **fields: Any) -> Completion:
         """The whole answer at once."""
@@ -236,7 +236,9 @@ def _stream(call: Any) -> Iterator[generate_pb2.GenerateResponse]:
         call.cancel()
 
 
-async def _aio_stream(call: Any) -> AsyncIterator[generate_pb2.GenerateResponse]:
+async def _aio_stream(start: Callable[[], Any]) -> AsyncIterator[generate_pb2.GenerateResponse]:
+    """Starts the call when the first event is asked for: one that is never iterated has nothing to clean up."""
+    call = start()
     try:
         with _errors():
             async for event in call:

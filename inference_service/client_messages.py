@@ -106,7 +106,7 @@ _NOT_FIELDS = {"text", "token_ids", "messages", *_GENERATE_PARTS}
 
 def _set_prompt(request: Any, prompt: Any) -> None:
     if isinstance(prompt, str):
-        request.text = prompt
+        _assign(request, {"text": prompt})
     elif prompt and isinstance(prompt[0], Mapping):
         for message in prompt:
             _assign(request.chat.messages.add(), message)
@@ -143,8 +143,10 @@ def _assign(message: Message, values: Mapping[str, Any]) -> None:
             value = [value]
         try:
             message.MergeFrom(type(message)(**{name: value}))
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"{name}: {error}") from None
+        except TypeError as error:
+            raise TypeError(f"{name}: {error}") from None
+        except ValueError as error:  # lone surrogates too, whose own class takes other arguments
+            raise ValueError(f"{name}: {error}") from None
 
 
 def inference_error(error: Any) -> InferenceError:

@@ -6,6 +6,7 @@ A 0 or "auto" means "derive it"; what was derived is printed by `inference-servi
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,7 +16,8 @@ from msgspec import Meta
 
 Count = Annotated[int, Meta(ge=1)]
 CountOrAuto = Annotated[int, Meta(ge=0)]
-Seconds = Annotated[float, Meta(ge=0)]
+Seconds = Annotated[float, Meta(ge=0, le=1e6)]
+PositiveSeconds = Annotated[float, Meta(gt=0, le=1e6)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 
 
@@ -39,7 +41,7 @@ class Model(Section, frozen=True):
     load_format: Literal["auto", "dummy", "echo"] = "auto"
     """auto: the checkpoint's safetensors. dummy: random weights of config.json's shape. echo: no model at all, each answer counts up from
     its prompt's last token id (to measure and test the service around the model)."""
-    echo_step_ms: Annotated[float, Meta(ge=0)] = 0.0
+    echo_step_ms: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
     """How long a step of the echo engine takes."""
     max_context: CountOrAuto = 0
     """Most tokens that prompt and answer may have together. 0: what the checkpoint declares."""
@@ -83,7 +85,7 @@ class Cache(Section, frozen=True):
     """Tokens a page holds."""
     pages: CountOrAuto = 0
     """Pages in all. 0: on a CPU as many as memory_gib holds, on a GPU as many as gpu_memory_fraction leaves room for."""
-    memory_gib: Annotated[float, Meta(gt=0)] = 1.0
+    memory_gib: Annotated[float, Meta(gt=0, le=1e6)] = 1.0
     """Memory for the pages on a CPU, where `pages` is 0."""
     gpu_memory_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.9
     """Share of the GPU's memory that weights, graphs, activations and pages may use together, where `pages` is 0."""
@@ -112,16 +114,16 @@ class Server(Section, frozen=True):
     port: Port = 50051
     """0: any free port; the one taken is printed."""
     max_queue: CountOrAuto = 256
-    """Requests that may wait beside those being computed; one more is RESOURCE_EXHAUSTED."""
+    """Requests that may be in flight beyond batch.max_requests, and so wait; one more is RESOURCE_EXHAUSTED."""
     max_message_mib: Count = 4
     """Largest request message."""
-    stuck_reader_s: Annotated[float, Meta(gt=0)] = 30.0
+    stuck_reader_s: PositiveSeconds = 30.0
     """A client that takes no message for so long is cut off."""
     drain_propagation_s: Seconds = 0.0
     """How long a drain still admits requests after health turned NOT_SERVING, so that balancers can notice."""
     drain_s: Seconds = 30.0
     """How long running requests may go on in a drain."""
-    engine_timeout_s: Annotated[float, Meta(gt=0)] = 30.0
+    engine_timeout_s: PositiveSeconds = 30.0
     """An engine that has not been heard of for so long is lost."""
 
 
@@ -153,7 +155,7 @@ class Loadtest(Section, frozen=True):
 
     target: str = "grpc://127.0.0.1:50051"
     concurrency: tuple[Count, ...] = (4,)
-    duration_s: Annotated[float, Meta(gt=0)] = 20.0
+    duration_s: PositiveSeconds = 20.0
     requests: CountOrAuto = 0
     """End the run when so many requests have ended in the window, if duration_s has not passed before."""
     warmup_requests: CountOrAuto = 0
@@ -162,7 +164,7 @@ class Loadtest(Section, frozen=True):
     """Nor does the window open before the run is so old."""
     workload: Workload = Workload()
     seed: int = 0
-    timeout_s: Annotated[float, Meta(gt=0)] = 120.0
+    timeout_s: PositiveSeconds = 120.0
     """Deadline of each request."""
     trace_file: str = "loadgen-traces.jsonl"
     """JSON lines, one client span a request; used where no OTLP endpoint is set."""
@@ -180,7 +182,7 @@ class Endpoint(Section, frozen=True):
     Empty: it runs already."""
     env: dict[str, str] = {}
     """Set in its environment."""
-    ready_s: Annotated[float, Meta(gt=0)] = 600.0
+    ready_s: PositiveSeconds = 600.0
     """How long it may take to start."""
     probe: str = ""
     """A command run after each cell, which prints a JSON object with more of its figures, such as {"distinct_experts": 61.2}."""
@@ -192,7 +194,7 @@ class Comparison(Section, frozen=True):
     targets: dict[str, Endpoint] = {}
     cells: str = "128/256@1,8,32"
     """Input / output tokens @ concurrencies, and more of them after spaces; docs/load-testing.md has the grammar."""
-    window_s: tuple[Annotated[float, Meta(gt=0)], Annotated[float, Meta(gt=0)]] = (8.0, 16.0)
+    window_s: tuple[PositiveSeconds, PositiveSeconds] = (8.0, 16.0)
     """How long a cell is measured: at concurrency 1, and at 256; between, by the logarithm."""
     processes: Count = 8
     """Most load generator processes; 4 or more for a concurrency of 4 or more."""
@@ -226,12 +228,19 @@ def load_config(path: str | Path | None = None, overrides: list[str] | None = No
         raise ConfigError(f"{path or 'configuration'}: {_readable(str(error))}") from None
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 takes 1e-6 for a string, since it has no dot; here it is the number that was meant."""
+
+
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+"), list("-+0123456789"))
+
+
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        tree = yaml.safe_load(path.read_text())
+        tree = yaml.load(path.read_text(), _Loader)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{path}: not YAML: {error}") from None
     if tree is None:
         return {}
@@ -246,8 +255,8 @@ def _set(tree: dict[str, Any], override: str) -> None:
     if not equals or not sections or not leaf:
         raise ConfigError(f"override {override!r}: write section.key=value")
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
+        value = yaml.load(text, _Loader)
+    except (yaml.YAMLError, ValueError):
         raise ConfigError(f"override {override!r}: {text!r} is not a YAML value") from None
     node: Any = tree
     for section in sections:

@@ -23,6 +23,8 @@ class EngineStart(msgspec.Struct, frozen=True):
     """Where the engine binds its ZeroMQ socket; front ends connect to it."""
     vocab_size: int
     """The tokenizer's; used by the echo engine alone."""
+    parent_pid: int
+    """The front end's process; the engine ends when it is gone."""
 
 
 # --- front end to engine ---

@@ -20,6 +20,12 @@ class EchoTicket:
     result: StepResult
     ends: float
 
+    def ended(self, timeout_s: float) -> bool:
+        """Whether the step's time is over, after `timeout_s` at most."""
+        left = self.ends - time.monotonic()
+        time.sleep(max(0.0, min(left, timeout_s)))
+        return left <= timeout_s
+
     def wait(self) -> StepResult:
         """Block until the step's time is over."""
         time.sleep(max(0.0, self.ends - time.monotonic()))
@@ -40,7 +46,8 @@ class EchoExecutor:
     def launch(self, plan: StepPlan) -> EchoTicket:
         """Start a step after those before it."""
         self._ends = max(self._ends, time.monotonic()) + self._step_s
-        ids, logprobs = list[int](), list[TokenLogprobs | None]()
+        ids: list[int] = []
+        logprobs: list[TokenLogprobs | None] = []
         for row in plan.rows:
             if row.token_ids:
                 self._last[row.slot] = row.token_ids[-1]

@@ -65,7 +65,10 @@ class KvPages:
             self._holders[page] += 1
 
     def allocate(self, count: int) -> list[int]:
-        """Hand out `count` pages with one holder each. Idle pages are taken back when free ones run out. Raises MemoryError, and takes nothing."""
+        """Hand out `count` pages with one holder each; idle pages are taken back when free ones run out.
+
+        Raises MemoryError, and takes nothing, where there are not enough.
+        """
         if count > self.available:
             raise MemoryError(f"{count} KV pages wanted, {self.available} available")
         return [self._take() for _ in range(count)]
@@ -107,7 +110,7 @@ class KvPages:
         return page
 
     def check_invariants(self, tables: Iterable[list[int]]) -> None:
-        """Assert that every page is in exactly one state and held as often as the page tables of all requests say. For tests and debugging."""
+        """Assert that every page is in one state and held as often as all requests' page tables say. For tests and debugging."""
         held = Counter(page for table in tables for page in table)
         free, idle = set(self._free), set(self._idle)
         assert len(free) == len(self._free), "a page is free twice"

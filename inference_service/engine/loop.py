@@ -21,11 +21,11 @@ HEARTBEAT_S = 1.0
 class EngineLoop:
     """Runs until the process that started it is gone."""
 
-    def __init__(self, front_ends: FrontEnds, scheduler: Scheduler, executor: Executor) -> None:
+    def __init__(self, front_ends: FrontEnds, scheduler: Scheduler, executor: Executor, parent_pid: int) -> None:
         self.front_ends = front_ends
         self.scheduler = scheduler
         self.executor = executor
-        self._parent = os.getppid()
+        self._parent = parent_pid
 
     def run(self) -> None:
         """Step until the parent process dies. Raises what a step raises."""
@@ -37,6 +37,8 @@ class EngineLoop:
             launched = (step, self.executor.launch(step.plan)) if step else None
             if in_flight:
                 scheduled, ticket = in_flight
+                while not ticket.ended(HEARTBEAT_S):
+                    self._send([])
                 outputs += self.scheduler.update(scheduled, ticket.wait())
             self._send(outputs)
             in_flight = launched

@@ -31,7 +31,8 @@ class PrefixTree:
 
     def match(self, token_ids: list[int], max_pages: int) -> list[Node]:
         """The nodes of the longest cached beginning of `token_ids`, from the root down, at most `max_pages`."""
-        node, path = self.root, list[Node]()
+        node = self.root
+        path: list[Node] = []
         for start in range(0, max_pages * self.page_size, self.page_size):
             child = node.children.get(tuple(token_ids[start : start + self.page_size]))
             if child is None:

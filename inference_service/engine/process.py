@@ -23,7 +23,6 @@ log = logging.getLogger(__name__)
 def main() -> None:
     """Load, say Ready, then loop. Ends with status 1, having said Failed, when that is impossible."""
     # A drain is the front end's business: the engine outlives the signal that starts it, and is ended by its parent.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s engine %(levelname)s %(message)s")
     start = msgspec.json.decode(sys.stdin.buffer.read(), type=EngineStart)
@@ -33,9 +32,10 @@ def main() -> None:
         executor = load_executor(start, front_ends)
         front_ends.broadcast(ready(start.config, executor))
         pages = KvPages(executor.info.pages, start.config.cache.page_size, prefix=start.config.cache.prefix)
-        EngineLoop(front_ends, Scheduler(start.config.batch, pages), executor).run()
+        EngineLoop(front_ends, Scheduler(start.config.batch, pages), executor, start.parent_pid).run()
     except Exception as error:
-        log.exception("the engine failed")
+        if not isinstance(error, ValueError):  # a wrong configuration or model says all in its message
+            log.exception("the engine failed")
         front_ends.broadcast(Failed(f"{type(error).__name__}: {error}"))
         front_ends.close()
         sys.exit(1)

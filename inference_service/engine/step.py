@@ -66,6 +66,10 @@ class StepResult:
 class Ticket(Protocol):
     """A launched step."""
 
+    def ended(self, timeout_s: float) -> bool:
+        """Wait at most so long for the step to end, and say whether it has. May wait longer where only the device knows."""
+        ...
+
     def wait(self) -> StepResult:
         """Block until the step's ids are on the host. Raises what the step raised."""
         ...

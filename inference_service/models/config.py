@@ -100,8 +100,9 @@ def _refuse(raw: dict[str, Any]) -> None:
         raise ModelError(f"hidden_act {raw['hidden_act']!r} is not supported; supported is silu")
     if raw.get("use_sliding_window"):
         raise ModelError("use_sliding_window: sliding windows are not supported")
-    if raw.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ModelError(f"partial_rotary_factor {raw['partial_rotary_factor']} is not supported; supported is 1")
+    for holder in (raw, raw.get("rope_parameters") or {}):
+        if holder.get("partial_rotary_factor", 1.0) != 1.0:
+            raise ModelError(f"partial_rotary_factor {holder['partial_rotary_factor']} is not supported; supported is 1")
 
 
 def integer(raw: dict[str, Any], key: str, default: int | None = None) -> int:

@@ -15,7 +15,21 @@ from itertools import count
 import msgspec
 import zmq
 
-from inference_service.messages import Abort, EngineStart, Failed, Finish, Hello, Load, Output, Progress, Ready, Step, Submit, ToEngine, ToFrontEnd
+from inference_service.messages import (
+    Abort,
+    EngineStart,
+    Failed,
+    Finish,
+    Hello,
+    Load,
+    Output,
+    Progress,
+    Ready,
+    Step,
+    Submit,
+    ToEngine,
+    ToFrontEnd,
+)
 from inference_service.rpc.errors import RpcError, unavailable
 
 
@@ -71,14 +85,13 @@ class EngineClient:
         self.ready: Ready | None = None
         self.error: str | None = None
         self.load = Load(0, 0, 0, 0)
-        self.heard_ns = time.monotonic_ns()
+        self._heard_ns = time.monotonic_ns()
         self.output_tokens = 0
         """Ids received since the start."""
         self._on_change = on_change
         self._on_progress = on_progress
-        # The directory is private to the user, and so is the socket in it.
-        self._directory = tempfile.mkdtemp(prefix="inference-service-")
-        self._start = msgspec.structs.replace(start, address=f"ipc://{self._directory}/engine")
+        self._start = start
+        self._directory = ""
         self._process: subprocess.Popen[bytes] | None = None
         self._pidfd = -1
         self._streams: dict[int, Stream] = {}
@@ -98,13 +111,19 @@ class EngineClient:
 
     def start(self) -> None:
         """Start the engine's process; `on_change` tells when it is ready."""
-        self._socket.connect(self._start.address)
-        asyncio.get_running_loop().add_reader(self._socket.get(zmq.FD), self._receive)
+        # The directory is private to the user, and so is the socket in it.
+        self._directory = tempfile.mkdtemp(prefix="inference-service-")
+        address = f"ipc://{self._directory}/engine"
+        start = msgspec.structs.replace(self._start, address=address, parent_pid=os.getpid())
+        self._socket.connect(address)
+        asyncio.get_running_loop().add_reader(self._socket.FD, self._receive)
         self._send(Hello())
         # Popen, not asyncio's: it starts without fork handlers, which gRPC's threads would not survive.
-        self._process = subprocess.Popen([sys.executable, "-m", "inference_service.engine.process"], stdin=subprocess.PIPE)
+        # In a session of its own, so that Ctrl-C in a terminal reaches the front end alone, which drains.
+        command = [sys.executable, "-m", "inference_service.engine.process"]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
         assert self._process.stdin is not None
-        self._process.stdin.write(msgspec.json.encode(self._start))
+        self._process.stdin.write(msgspec.json.encode(start))
         self._process.stdin.close()
         self._pidfd = os.pidfd_open(self._process.pid)
         asyncio.get_running_loop().add_reader(self._pidfd, self._exited)
@@ -116,7 +135,10 @@ class EngineClient:
     def submit(self, submit: Submit) -> Stream:
         """Hand a request to the engine. The caller must `release` its key in the end."""
         stream = self._streams[submit.key] = Stream()
-        self._send(submit)
+        if self.error is not None:
+            stream.fail(self._lost())
+        else:
+            self._send(submit)
         return stream
 
     def abort(self, key: int) -> None:
@@ -139,15 +161,21 @@ class EngineClient:
         if self._process is not None:
             self._process.kill()
             await asyncio.to_thread(self._process.wait)
-        loop.remove_reader(self._socket.get(zmq.FD))
+        loop.remove_reader(self._socket.FD)
         self._socket.close()
-        shutil.rmtree(self._directory, ignore_errors=True)
+        if self._directory:
+            shutil.rmtree(self._directory, ignore_errors=True)
 
     def _send(self, message: ToEngine) -> None:
         self._socket.send(self._encoder.encode(message))
         # The descriptor is edge-triggered, and sending may have consumed the edge of something that has arrived.
-        if self._socket.get(zmq.EVENTS) & zmq.POLLIN:
+        if int(self._socket.EVENTS) & zmq.POLLIN:
             asyncio.get_running_loop().call_soon(self._receive)
+
+    def silence_s(self) -> float:
+        """How long nothing has been heard of the engine, what waits in the socket included."""
+        self._receive()
+        return (time.monotonic_ns() - self._heard_ns) / 1e9
 
     def _receive(self) -> None:
         while not self._socket.closed:
@@ -158,7 +186,7 @@ class EngineClient:
             self._dispatch(self._decoder.decode(frame))
 
     def _dispatch(self, message: ToFrontEnd) -> None:
-        self.heard_ns = time.monotonic_ns()
+        self._heard_ns = time.monotonic_ns()
         if isinstance(message, Step):
             self.load = message.load
             for output in message.outputs:
@@ -186,6 +214,14 @@ class EngineClient:
         if self.error is not None:
             return
         self.error = error
-        for stream in self._streams.values():
-            stream.fail(unavailable("ENGINE_LOST", f"the engine is lost: {error}"))
+        self.load = Load(0, 0, 0, 0)
+        self.fail_all(self._lost())
         self._on_change()
+
+    def fail_all(self, error: RpcError) -> None:
+        """End every stream with an error."""
+        for stream in self._streams.values():
+            stream.fail(error)
+
+    def _lost(self) -> RpcError:
+        return unavailable("ENGINE_LOST", f"the engine is lost: {self.error}")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import grpc
-from google.protobuf.any_pb2 import Any
+from google.protobuf import any_pb2
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
@@ -43,12 +43,12 @@ class RpcError(Exception):
             trailers.append(("grpc-retry-pushback-ms", str(milliseconds)))
         status = status_pb2.Status(code=self.code.value[0], message=self.message)
         for detail in details:
-            packed = Any()
+            packed = any_pb2.Any()
             packed.Pack(detail)
             status.details.append(packed)
         return (("grpc-status-details-bin", status.SerializeToString()), *trailers)
 
-    async def abort(self, context: grpc.aio.ServicerContext) -> NoReturn:
+    async def abort(self, context: grpc.aio.ServicerContext[Any, Any]) -> NoReturn:
         """End the call. Raises grpc's own AbortError."""
         await context.abort(self.code, self.message, self.trailing_metadata())
         raise AssertionError("abort returns never")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import suppress
 
 from grpc_health.v1 import health, health_pb2
 
@@ -17,6 +18,8 @@ from inference_service.rpc.errors import RpcError, unavailable
 
 API = "inference.v1.InferenceService"
 LIVENESS = ""
+CUT_OFF_S = 1.0
+"""How long requests that are cut off have to tell their clients so."""
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +76,14 @@ class Lifecycle:
             self.draining = True
             self._drain = asyncio.get_running_loop().create_task(self._run_drain())
 
+    def drain_or_stop(self) -> None:
+        """What a signal asks for: a drain; a second one, while it lasts, to stop at once."""
+        if self.draining:
+            log.warning("stopping: %d requests are cut off", self.in_flight)
+            self._cut_off()
+            self.drained.set()
+        self.drain()
+
     async def _run_drain(self) -> None:
         """NOT_SERVING, time for balancers to notice, refuse, let running requests finish."""
         log.info("draining: %d requests in flight", self.in_flight)
@@ -85,7 +96,13 @@ class Lifecycle:
                 await asyncio.wait_for(self._idle.wait(), self._config.drain_s)
             except TimeoutError:
                 log.warning("draining: %d requests are cut off after %g s", self.in_flight, self._config.drain_s)
+                self._cut_off()
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._idle.wait(), CUT_OFF_S)
         self.drained.set()
+
+    def _cut_off(self) -> None:
+        self._engine.fail_all(unavailable("DRAINING", "the server is draining, and the time for requests in flight is over"))
 
     async def _set(self, service: str, serving: bool) -> None:
         status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
-import time
 from pathlib import Path
 
 import grpc
@@ -47,19 +47,22 @@ async def _serve(config: Config, model_dir: Path) -> None:
     model = config.model.name or model_dir.name
     tracing = Tracing(config.telemetry, names.SERVER_SERVICE)
     engine = EngineClient(
-        EngineStart(config, str(model_dir), "", tokenizer.vocab_size),
+        EngineStart(config, str(model_dir), "", tokenizer.vocab_size, 0),
         on_change=lambda: lifecycle.engine_changed(),
         on_progress=lambda what: log.info("%s", what),
     )
     lifecycle = Lifecycle(config.server, engine)
     servicer = InferenceServicer(config, model, tokenizer, engine, lifecycle, tracing)
-    server, address = await _listen(config, servicer, lifecycle)
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, lifecycle.drain)
+        asyncio.get_running_loop().add_signal_handler(number, lifecycle.drain_or_stop)
+    server, address = await _listen(config, servicer, lifecycle)
     ticks = asyncio.create_task(_tick(config, engine, servicer))
     try:
         engine.start()
         await _until_ready(engine, lifecycle)
+        # What start-up made lives as long as the process: the collector need not walk it again and again.
+        gc.collect()
+        gc.freeze()
         if engine.ready is not None and not lifecycle.drained.is_set():
             print(f"ready on {address}", flush=True)
         await lifecycle.drained.wait()
@@ -85,13 +88,14 @@ async def _listen(config: Config, servicer: InferenceServicer, lifecycle: Lifecy
     names_served = [service.full_name for service in inference_pb2.DESCRIPTOR.services_by_name.values()]
     reflection.enable_server_reflection([*names_served, "grpc.health.v1.Health", reflection.SERVICE_NAME], server)
     assert API in names_served
+    host = f"[{config.server.host}]" if ":" in config.server.host else config.server.host
     try:
-        port = server.add_insecure_port(f"{config.server.host}:{config.server.port}")
+        port = server.add_insecure_port(f"{host}:{config.server.port}")
     except RuntimeError as error:
-        raise ServeError(f"server.port: cannot listen on {config.server.host}:{config.server.port}: {error}") from None
+        raise ServeError(f"server.port: cannot listen on {host}:{config.server.port}: {error}") from None
     await lifecycle.publish()
     await server.start()
-    return server, f"{config.server.host}:{port}"
+    return server, f"{host}:{port}"
 
 
 async def _until_ready(engine: EngineClient, lifecycle: Lifecycle) -> None:
@@ -108,7 +112,7 @@ async def _tick(config: Config, engine: EngineClient, servicer: InferenceService
     """What has to be looked after now and then: an engine that says nothing, readers that take nothing, the load."""
     while True:
         await asyncio.sleep(TICK_S)
-        silence_s = (time.monotonic_ns() - engine.heard_ns) / 1e9
+        silence_s = engine.silence_s()
         if engine.ready is not None and silence_s > config.server.engine_timeout_s:
             engine.lose(f"nothing heard of it for {silence_s:.0f} s")
         servicer.cut_off_stuck()

@@ -6,11 +6,13 @@ import asyncio
 import logging
 import time
 import uuid
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 import grpc
+from google.protobuf.message import Message
 
-from inference.v1 import generate_pb2, info_pb2, inference_pb2_grpc
+from inference.v1 import generate_pb2, inference_pb2_grpc, info_pb2
 from inference_service import __version__
 from inference_service.config import Config
 from inference_service.messages import Ready
@@ -28,6 +30,11 @@ from inference_service.text.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[Any, Any]
+P = ParamSpec("P")
+T = TypeVar("T")
+LARGE_BYTES = 8192
+FOREVER_S = 10 * 365 * 86400.0
+"""A deadline beyond this is none: its nanoseconds would not fit in 64 bits."""
 RETRY_S = 1.0
 """What a client that met a full queue is told to wait: the order of time in which a request ends and another may come."""
 
@@ -35,7 +42,9 @@ RETRY_S = 1.0
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     """Serves one model."""
 
-    def __init__(self, config: Config, model: str, tokenizer: Tokenizer, engine: EngineClient, lifecycle: Lifecycle, tracing: Tracing) -> None:
+    def __init__(
+        self, config: Config, model: str, tokenizer: Tokenizer, engine: EngineClient, lifecycle: Lifecycle, tracing: Tracing
+    ) -> None:
         self._config = config
         self._model = model
         self._tokenizer = tokenizer
@@ -46,6 +55,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._meter = LoadMeter()
         self._started_ns = time.monotonic_ns()
         self._generations: dict[str, tuple[Generation, asyncio.Task[None] | None]] = {}
+        self._being_read = 0
+        """Requests that are being tokenized, and so not in flight yet."""
         self._stuck: set[str] = set()
 
     # --- Generate ---
@@ -54,7 +65,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         """See inference.proto."""
         arrival_ns = time.monotonic_ns()
         remaining_s = context.time_remaining()
-        deadline_ns = arrival_ns + int(remaining_s * 1e9) if remaining_s is not None else 0
+        deadline_ns = arrival_ns + int(remaining_s * 1e9) if remaining_s is not None and remaining_s < FOREVER_S else 0
         trace = self._tracing.request(context.invocation_metadata(), arrival_ns)
         request_id = request.request_id or uuid.uuid4().hex
         generation: Generation | None = None
@@ -62,7 +73,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         code = message = ""
         self._lifecycle.entered()
         try:
-            generation = self._admit(request, request_id, arrival_ns, deadline_ns)
+            generation = await self._admit(request, request_id, arrival_ns, deadline_ns)
             await generation.run(context)
             code = "OK"
         except RpcError as raised:
@@ -87,19 +98,23 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         if error is not None:
             await error.abort(context)
 
-    def _admit(self, request: generate_pb2.GenerateRequest, request_id: str, arrival_ns: int, deadline_ns: int) -> Generation:
+    async def _admit(self, request: generate_pb2.GenerateRequest, request_id: str, arrival_ns: int, deadline_ns: int) -> Generation:
         """A registered generation, or an RpcError that says why there is none."""
         if refusal := self._lifecycle.refusal():
             raise refusal
         batch, server = self._config.batch, self._config.server
-        if len(self._generations) >= batch.max_requests + server.max_queue:
+        if len(self._generations) + self._being_read >= batch.max_requests + server.max_queue:
             raise RpcError(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
                 "QUEUE_FULL",
-                f"{batch.max_requests} requests are computed and {server.max_queue} wait, which is as many as may",
+                f"{batch.max_requests + server.max_queue} requests are in flight, which is as many as may",
                 retry_s=RETRY_S,
             )
-        submit = self._request_reader().read(request, self._engine.next_key(), arrival_ns, deadline_ns)
+        self._being_read += 1
+        try:
+            submit = await _unblocked(request, self._request_reader().read, request, self._engine.next_key(), arrival_ns, deadline_ns)
+        finally:
+            self._being_read -= 1
         if request_id in self._generations:
             raise RpcError(
                 grpc.StatusCode.ALREADY_EXISTS, "REQUEST_IN_FLIGHT", f"request_id: {request_id!r} is in flight", field="request_id"
@@ -161,7 +176,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         if request_id not in self._stuck:
             return None
         self._stuck.discard(request_id)
-        return RpcError(grpc.StatusCode.RESOURCE_EXHAUSTED, "STUCK_READER", f"no message taken for {self._config.server.stuck_reader_s:g} s")
+        return RpcError(
+            grpc.StatusCode.RESOURCE_EXHAUSTED, "STUCK_READER", f"no message taken for {self._config.server.stuck_reader_s:g} s"
+        )
 
     def measure_load(self) -> None:
         """Note how many tokens there were. To be called now and then."""
@@ -179,7 +196,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Tokenize(self, request: generate_pb2.TokenizeRequest, context: Context) -> generate_pb2.TokenizeResponse:
         """See inference.proto."""
         try:
-            ids = self._request_reader().prompt_ids(request, add_special_tokens=_or_true(request, "add_special_tokens"))
+            ids = await _unblocked(request, self._request_reader().prompt_ids, request, _or_true(request, "add_special_tokens"))
         except RpcError as error:
             await error.abort(context)
         return generate_pb2.TokenizeResponse(token_ids=ids)
@@ -256,6 +273,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         """See inference.proto."""
         self._lifecycle.drain()
         return info_pb2.DrainResponse(in_flight=self._lifecycle.in_flight)
+
+
+async def _unblocked(message: Message, read: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Read a message; a large one on a thread, so that the streams of others go on while it is tokenized."""
+    if message.ByteSize() < LARGE_BYTES:
+        return read(*args, **kwargs)
+    return await asyncio.to_thread(read, *args, **kwargs)
 
 
 def _or_true(message: Any, field: str) -> bool:

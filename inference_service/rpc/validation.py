@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import grpc
@@ -17,6 +17,8 @@ from inference_service.text.chat_template import ChatTemplateError
 from inference_service.text.tokenizer import Tokenizer
 
 MAX_STOP_STRINGS = 16
+MAX_STOP_LENGTH = 1024
+MAX_STOP_IDS = 128
 MAX_LOGPROBS = 20
 MAX_REQUEST_ID = 128
 
@@ -45,6 +47,8 @@ class RequestReader:
         self._vocab_size = ready.vocab_size
         self._max_context = ready.max_context
         self._cache_tokens = ready.pages * ready.page_size
+        # A tokenizer may know more tokens than the model has logits for: none of those can ever be drawn.
+        self._eos_ids = [token_id for token_id in tokenizer.eos_token_ids if token_id < ready.vocab_size]
 
     def read(self, request: generate_pb2.GenerateRequest, key: int, arrival_ns: int, deadline_ns: int) -> Submit:
         """The request as the engine takes it."""
@@ -75,12 +79,11 @@ class RequestReader:
             case "token_ids":
                 assert isinstance(request, generate_pb2.GenerateRequest)
                 ids = list(request.token_ids.ids)
-                if bad := next((i for i in ids if i >= self._vocab_size), None):
-                    raise invalid("token_ids", f"id {bad} is outside the vocabulary of {self._vocab_size}")
             case _:
                 raise invalid("prompt", "one of text, chat and token_ids is required")
         if not ids:
             raise invalid(kind, "the prompt has no tokens")
+        self._check_ids(kind, ids)
         return ids
 
     def _chat_ids(self, chat: generate_pb2.ChatPrompt) -> list[int]:
@@ -95,12 +98,21 @@ class RequestReader:
         if proceed and chat.add_generation_prompt:
             raise invalid("chat.continue_final_message", "excludes add_generation_prompt")
         messages = [{"role": message.role, "content": message.content} for message in chat.messages]
-        kwargs: dict[str, Any] = MessageToDict(chat.template_kwargs)
+        kwargs = self._template_kwargs(chat)
         start = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else not proceed
         try:
             return self._tokenizer.encode_chat(messages, add_generation_prompt=start, continue_final_message=proceed, **kwargs)
-        except (ChatTemplateError, TypeError) as error:
+        except ChatTemplateError as error:
             raise invalid("chat", str(error)) from None
+
+    def _template_kwargs(self, chat: generate_pb2.ChatPrompt) -> dict[str, Any]:
+        try:
+            kwargs: dict[str, Any] = MessageToDict(chat.template_kwargs)
+        except ValueError as error:  # NaN and infinities, which JSON has not
+            raise invalid("chat.template_kwargs", str(error)) from None
+        if taken := kwargs.keys() & {"messages", "add_generation_prompt", "continue_final_message"}:
+            raise invalid("chat.template_kwargs", f"{', '.join(sorted(taken))}: the request has a field for it")
+        return kwargs
 
     def _check_names(self, request: generate_pb2.GenerateRequest) -> None:
         name = request.request_id
@@ -111,7 +123,9 @@ class RequestReader:
                 grpc.StatusCode.NOT_FOUND, "UNKNOWN_MODEL", f"model: {request.model!r} is not served, {self._model!r} is", field="model"
             )
         if request.adapter:
-            raise RpcError(grpc.StatusCode.NOT_FOUND, "UNKNOWN_ADAPTER", f"adapter: no adapter {request.adapter!r} is served", field="adapter")
+            raise RpcError(
+                grpc.StatusCode.NOT_FOUND, "UNKNOWN_ADAPTER", f"adapter: no adapter {request.adapter!r} is served", field="adapter"
+            )
 
     def _sampling(self, given: generate_pb2.SamplingParams) -> Sampling:
         defaults = self._defaults
@@ -133,12 +147,19 @@ class RequestReader:
     def _stop_ids(self, stopping: generate_pb2.StopConditions) -> list[int]:
         if len(stopping.stop) > MAX_STOP_STRINGS:
             raise invalid("stopping.stop", f"at most {MAX_STOP_STRINGS} strings, not {len(stopping.stop)}")
-        if "" in stopping.stop:
-            raise invalid("stopping.stop", "a stop string must not be empty")
-        ids = list(stopping.stop_token_ids)
-        if bad := next((i for i in ids if i >= self._vocab_size), None):
-            raise invalid("stopping.stop_token_ids", f"id {bad} is outside the vocabulary of {self._vocab_size}")
-        return ids if stopping.ignore_eos else sorted({*ids, *self._tokenizer.eos_token_ids})
+        if not all(0 < len(stop) <= MAX_STOP_LENGTH for stop in stopping.stop):
+            raise invalid("stopping.stop", f"a stop string must have 1 to {MAX_STOP_LENGTH} characters")
+        if len(stopping.stop_token_ids) > MAX_STOP_IDS:
+            raise invalid("stopping.stop_token_ids", f"at most {MAX_STOP_IDS} ids, not {len(stopping.stop_token_ids)}")
+        self._check_ids("stopping.stop_token_ids", stopping.stop_token_ids)
+        ids = sorted({*stopping.stop_token_ids, *([] if stopping.ignore_eos else self._eos_ids)})
+        if stopping.min_tokens and len(ids) >= self._vocab_size:
+            raise invalid("stopping.min_tokens", "every token ends the answer, so none can be drawn before that")
+        return ids
+
+    def _check_ids(self, field: str, ids: Sequence[int]) -> None:
+        if ids and max(ids) >= self._vocab_size:
+            raise invalid(field, f"id {max(ids)} is outside the vocabulary of {self._vocab_size}")
 
     def _logprobs(self, output: generate_pb2.OutputOptions) -> int:
         if not output.HasField("logprobs"):
@@ -158,12 +179,13 @@ class RequestReader:
             raise invalid("stopping.max_tokens", "must be at least 1")
         if asked is not None and asked > context_room:
             raise invalid(
-                "stopping.max_tokens", f"{asked} after a prompt of {prompt_tokens} tokens exceeds the model's context of {self._max_context}"
+                "stopping.max_tokens",
+                f"{asked} after a prompt of {prompt_tokens} tokens exceeds the model's context of {self._max_context}",
             )
         if (asked or 1) > cache_room:
             raise RpcError(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
                 "KV_CACHE_TOO_SMALL",
-                f"a prompt of {prompt_tokens} tokens and an answer of {asked or 1} can never fit in the KV cache of {self._cache_tokens} tokens",
+                f"a prompt of {prompt_tokens} tokens and an answer of {asked or 1} exceed the KV cache of {self._cache_tokens} tokens",
             )
         return asked or min(context_room, cache_room)

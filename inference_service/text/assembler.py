@@ -21,6 +21,8 @@ class Piece:
     logprobs: list[TokenLogprobs] | None = None
     stop: str | None = None
     """The stop string that ended the answer here."""
+    unused: int = 0
+    """With `stop`: how many of the tokens pushed last came after it."""
 
 
 class Assembler:
@@ -77,13 +79,15 @@ class Assembler:
         self._times += times_ns
         self._logprobs += logprobs or ()
         text = ""
-        for token_id in token_ids:
+        for place, token_id in enumerate(token_ids):
             self._ids.append(token_id)
             self._unmatched_tokens -= 1
             certain, stop = self._match(matcher, self._detokenizer.push((token_id,)))
             text += certain
             if stop is not None:
-                return self._stop(text, stop)
+                piece = self._stop(text, stop)
+                piece.unused = len(token_ids) - place - 1
+                return piece
         return self._take(bisect_right(self._ends, self._sent), text)
 
     def _match(self, matcher: StopMatcher, text: str) -> tuple[str, str | None]:

@@ -83,7 +83,9 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The ids of a text, by default with what the tokenizer puts around it (such as a beginning-of-sequence token)."""
-        ids: list[int] = self._library.encode(text, add_special_tokens=add_special_tokens).ids
+        # The batch form lets other threads run meanwhile; the plain one holds the interpreter, for seconds over megabytes.
+        (encoding,) = self._library.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
         return ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:

@@ -168,3 +168,18 @@ def test_waiting_for_a_server_that_is_away() -> None:
     with Client("127.0.0.1:1") as client, pytest.raises(InferenceError) as caught:
         client.generate_text("Hello", timeout=5)
     assert caught.value.code is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_an_asyncio_stream_that_is_never_read_leaves_nothing_behind(aio_client: AioClient) -> None:
+    stream = aio_client.generate([500], max_tokens=2000, ignore_eos=True)
+    await asyncio.sleep(0.1)
+    del stream
+    await asyncio.sleep(0.1)
+    assert (await aio_client.load()).running == 0
+
+
+def test_text_that_is_no_unicode_names_its_field(client: Client) -> None:
+    with pytest.raises(ValueError, match="text: "):
+        client.generate_text("a\ud800")
+    with pytest.raises(ValueError, match="stop: "):
+        client.generate_text("a", stop=["\ud800"])

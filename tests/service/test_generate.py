@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from typing import Any
 
 import grpc
 import pytest
 from google.protobuf import struct_pb2
+from google.protobuf.message import Message
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
@@ -19,12 +22,12 @@ VOCAB, CONTEXT = 49152, 2048
 
 
 @pytest.fixture
-def stub(echo_server: RunningServer):  # type: ignore[no-untyped-def]
+def stub(echo_server: RunningServer) -> Iterator[InferenceServiceStub]:
     with echo_server.stub() as stub:
         yield stub
 
 
-def request(ids: list[int], max_tokens: int | None = None, **fields: object) -> pb.GenerateRequest:
+def request(ids: list[int], max_tokens: int | None = None, **fields: Any) -> pb.GenerateRequest:
     made = pb.GenerateRequest(token_ids=pb.TokenIds(ids=ids), **fields)
     if max_tokens is not None:
         made.stopping.max_tokens = max_tokens
@@ -44,14 +47,15 @@ def error_of(stub: InferenceServiceStub, made: pb.GenerateRequest, timeout: floa
     return caught.value
 
 
-def detail(error: grpc.RpcError, kind: type) -> object | None:
+def detail(error: grpc.RpcError, kind: type[Message]) -> Any:
+    assert isinstance(error, grpc.Call)
     status = rpc_status.from_call(error)
     assert status is not None and status.code == error.code().value[0]
     for packed in status.details:
-        if packed.Is(kind.DESCRIPTOR):  # type: ignore[attr-defined]
+        if packed.Is(kind.DESCRIPTOR):
             message = kind()
             packed.Unpack(message)
-            return message  # type: ignore[no-any-return]
+            return message
     return None
 
 
@@ -153,7 +157,16 @@ INVALID = [
         ),
     ),
     (
-        "chat",
+        "chat.template_kwargs",
+        pb.GenerateRequest(
+            chat=pb.ChatPrompt(
+                messages=[pb.ChatMessage(role="user")],
+                template_kwargs=struct_pb2.Struct(fields={"x": struct_pb2.Value(number_value=float("nan"))}),
+            )
+        ),
+    ),
+    (
+        "chat.template_kwargs",
         pb.GenerateRequest(
             chat=pb.ChatPrompt(
                 messages=[pb.ChatMessage(role="user")],
@@ -175,6 +188,8 @@ INVALID = [
     ("stopping.min_tokens", request([5], stopping=pb.StopConditions(max_tokens=3, min_tokens=4))),
     ("stopping.stop", request([5], stopping=pb.StopConditions(stop=[""]))),
     ("stopping.stop", request([5], stopping=pb.StopConditions(stop=["x"] * 17))),
+    ("stopping.stop", request([5], stopping=pb.StopConditions(stop=["x" * 1025]))),
+    ("stopping.stop_token_ids", request([5], stopping=pb.StopConditions(stop_token_ids=range(129)))),
     ("stopping.stop_token_ids", request([5], stopping=pb.StopConditions(stop_token_ids=[VOCAB]))),
     ("output.logprobs", request([5], output=pb.OutputOptions(logprobs=21))),
 ]
@@ -204,10 +219,10 @@ NOT_FOUND = [("model", request([5], model="gpt-5")), ("adapter", request([5], ad
 def test_bad_requests_name_the_field(stub: InferenceServiceStub, code: grpc.StatusCode, field: str, made: pb.GenerateRequest) -> None:
     error = error_of(stub, made)
     assert error.code() == code, error
-    assert error.details().startswith(f"{field}: ")
-    violation = detail(error, error_details_pb2.BadRequest).field_violations[0]  # type: ignore[union-attr]
+    assert str(error.details()).startswith(f"{field}: ")
+    violation = detail(error, error_details_pb2.BadRequest).field_violations[0]
     assert violation.field == field
-    assert detail(error, error_details_pb2.ErrorInfo).domain == "inference.v1"  # type: ignore[union-attr]
+    assert detail(error, error_details_pb2.ErrorInfo).domain == "inference.v1"
 
 
 def test_neutral_values_of_fields_to_come_are_accepted(stub: InferenceServiceStub) -> None:

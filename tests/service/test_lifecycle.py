@@ -8,18 +8,21 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 from google.protobuf.descriptor_pool import DescriptorPool
+from google.protobuf.message_factory import GetMessageClass
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from inference.v1 import generate_pb2 as pb
 from inference.v1 import info_pb2
+from inference.v1.inference_pb2_grpc import InferenceServiceStub
 from tests.service.conftest import RunningServer, run_server
 from tests.service.test_generate import detail, error_of, request
 
@@ -46,7 +49,7 @@ class Consumer(threading.Thread):
     def __init__(self, server: RunningServer, made: pb.GenerateRequest, timeout: float = 60) -> None:
         super().__init__(daemon=True)
         self.channel = grpc.insecure_channel(server.address)
-        self.call = server_stub(self.channel).Generate(made, timeout=timeout)
+        self.call = InferenceServiceStub(self.channel).Generate(made, timeout=timeout)
         self.first = threading.Event()
         self.ids: list[int] = []
         self.finished: pb.Finished | None = None
@@ -65,17 +68,21 @@ class Consumer(threading.Thread):
             self.error = error
         self.first.set()
 
+    @property
+    def code(self) -> grpc.StatusCode | None:
+        """The error's, if the stream ended with one."""
+        return self.error.code() if self.error else None
+
+    @property
+    def reason(self) -> int:
+        """The finish reason, 0 if there was none."""
+        return self.finished.reason if self.finished else 0
+
     def result(self) -> Consumer:
         self.join(30)
         assert not self.is_alive(), "the stream did not end"
         self.channel.close()
         return self
-
-
-def server_stub(channel: grpc.Channel):  # type: ignore[no-untyped-def]
-    from inference.v1.inference_pb2_grpc import InferenceServiceStub
-
-    return InferenceServiceStub(channel)
 
 
 def started(server: RunningServer, made: pb.GenerateRequest, timeout: float = 60) -> Consumer:
@@ -85,13 +92,13 @@ def started(server: RunningServer, made: pb.GenerateRequest, timeout: float = 60
 
 
 @pytest.fixture(scope="module")
-def paced(tmp_path_factory: pytest.TempPathFactory):  # type: ignore[no-untyped-def]
+def paced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     settings = ("batch.max_requests=2", "server.max_queue=2")
     with run_server(tmp_path_factory.mktemp("paced"), *PACED, *settings) as server:
         yield server
 
 
-def load(server: RunningServer) -> info_pb2.GetLoadResponse:
+def load(server: RunningServer) -> Any:
     with server.stub() as stub:
         return stub.GetLoad(info_pb2.GetLoadRequest(), timeout=10)
 
@@ -102,7 +109,7 @@ def test_a_client_that_vanishes_frees_its_pages(paced: RunningServer) -> None:
     consumer.call.cancel()
     eventually(lambda: load(paced).pages_used == 0)
     assert load(paced).running == load(paced).waiting == 0
-    assert consumer.result().error.code() == grpc.StatusCode.CANCELLED  # type: ignore[union-attr]
+    assert consumer.result().code == grpc.StatusCode.CANCELLED
 
 
 def test_a_killed_client_frees_its_pages(paced: RunningServer) -> None:
@@ -125,12 +132,17 @@ def test_a_full_queue_refuses_with_a_time_to_retry(paced: RunningServer) -> None
     eventually(lambda: load(paced).running == 2 and load(paced).waiting == 2)
     error = error_of_server(paced, request([100], 1))
     assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
-    delay = detail(error, error_details_pb2.RetryInfo).retry_delay.ToMilliseconds()  # type: ignore[union-attr]
-    assert delay > 0 and dict(error.trailing_metadata())["grpc-retry-pushback-ms"] == str(delay)
+    delay = detail(error, error_details_pb2.RetryInfo).retry_delay.ToMilliseconds()
+    assert delay > 0 and dict(trailers(error))["grpc-retry-pushback-ms"] == str(delay)
     assert health(paced, API) == SERVING, "a probe is answered however full the queue is"
     for consumer in consumers:
         consumer.call.cancel()
     eventually(lambda: load(paced).pages_used == 0)
+
+
+def trailers(error: grpc.RpcError) -> Any:
+    assert isinstance(error, grpc.Call)
+    return error.trailing_metadata()
 
 
 def error_of_server(server: RunningServer, made: pb.GenerateRequest, timeout: float = 30) -> grpc.RpcError:
@@ -144,7 +156,7 @@ def test_abort_ends_running_and_waiting_requests(paced: RunningServer) -> None:
     eventually(lambda: load(paced).waiting == 1)
     with paced.stub() as stub:
         assert stub.Abort(pb.AbortRequest(request_id="wait")).found
-        assert waiting.result().finished.reason == pb.FINISH_REASON_ABORTED  # type: ignore[union-attr]
+        assert waiting.result().reason == pb.FINISH_REASON_ABORTED
         assert waiting.ids == []
         for n in range(2):
             assert stub.Abort(pb.AbortRequest(request_id=f"run-{n}")).found
@@ -159,9 +171,9 @@ def test_abort_ends_running_and_waiting_requests(paced: RunningServer) -> None:
 def test_deadlines_end_requests_in_the_queue_and_mid_decode(paced: RunningServer) -> None:
     decoding = [started(paced, request([100], 1500), timeout=1.5) for _ in range(2)]
     queued = Consumer(paced, request([100], 1500), timeout=0.7)
-    assert queued.result().error.code() == grpc.StatusCode.DEADLINE_EXCEEDED  # type: ignore[union-attr]
+    assert queued.result().code == grpc.StatusCode.DEADLINE_EXCEEDED
     for consumer in decoding:
-        assert consumer.result().error.code() == grpc.StatusCode.DEADLINE_EXCEEDED  # type: ignore[union-attr]
+        assert consumer.result().code == grpc.StatusCode.DEADLINE_EXCEEDED
         assert consumer.ids
     eventually(lambda: load(paced).pages_used == 0 and load(paced).running == 0)
 
@@ -179,14 +191,12 @@ def test_reflection_alone_is_enough_to_call(paced: RunningServer) -> None:
     with grpc.insecure_channel(paced.address) as channel:
         database = ProtoReflectionDescriptorDatabase(channel)
         assert {API, "grpc.health.v1.Health"} <= set(database.get_services())
-        from google.protobuf.message_factory import GetMessageClass
-
         method = DescriptorPool(database).FindServiceByName(API).methods_by_name["Generate"]
         ask, answer = GetMessageClass(method.input_type), GetMessageClass(method.output_type)
         made = ask(text="Hello", stopping={"max_tokens": 3})
-        call = channel.unary_stream(f"/{API}/Generate", ask.SerializeToString, answer.FromString, _registered_method=False)
-        events = list(call(made, timeout=30))
-        assert [event.WhichOneof("event") for event in events][0] == "accepted"
+        call = channel.unary_stream(f"/{API}/Generate", ask.SerializeToString, answer.FromString)
+        events: list[Any] = list(call(made, timeout=30))
+        assert events[0].WhichOneof("event") == "accepted"
         assert events[-1].finished.usage.completion_tokens == 3
 
 
@@ -202,11 +212,12 @@ def test_a_killed_engine_ends_every_stream_and_health_says_so(tmp_path: Path) ->
             for consumer in consumers:
                 error = consumer.result().error
                 assert error is not None and error.code() == grpc.StatusCode.UNAVAILABLE
-                assert detail(error, error_details_pb2.ErrorInfo).reason == "ENGINE_LOST"  # type: ignore[union-attr]
+                assert detail(error, error_details_pb2.ErrorInfo).reason == "ENGINE_LOST"
             statuses.append(next(watch).status)
             watch.cancel()
         assert statuses == [NOT_SERVING]
         assert health(server, "") == health(server, API) == NOT_SERVING
+        assert load(server).running == load(server).pages_used == 0
         assert error_of_server(server, request([100], 1)).code() == grpc.StatusCode.UNAVAILABLE
         assert server.stop() == 0
 
@@ -219,6 +230,26 @@ def test_an_engine_that_hangs_is_lost(tmp_path: Path) -> None:
         assert error is not None and error.code() == grpc.StatusCode.UNAVAILABLE
         assert health(server, "") == NOT_SERVING
         assert server.stop() == 0
+
+
+def test_a_slow_step_is_no_lost_engine(tmp_path: Path) -> None:
+    with run_server(tmp_path, "model.load_format=echo", "model.echo_step_ms=4000", "server.engine_timeout_s=2.5") as server:
+        assert started(server, request([100], 2)).result().finished is not None
+        assert health(server, "") == SERVING
+
+
+def test_a_long_text_does_not_stop_the_others(tmp_path: Path) -> None:
+    with run_server(tmp_path, *PACED) as server, server.stub() as stub:
+        consumer = started(server, request([100], 1500))
+        long = Consumer(server, pb.GenerateRequest(text="a" * 3_000_000))
+        before, answered = len(consumer.ids), 0
+        while long.is_alive():
+            stub.GetLoad(info_pb2.GetLoadRequest(), timeout=5)
+            answered += 1
+            time.sleep(0.05)
+        assert long.code == grpc.StatusCode.INVALID_ARGUMENT and answered > 5
+        assert len(consumer.ids) > before + 5
+        consumer.call.cancel()
 
 
 @pytest.mark.parametrize("by_call", [False, True])
@@ -249,6 +280,44 @@ def test_a_drain_cuts_off_what_takes_too_long(tmp_path: Path) -> None:
         assert server.stop() == 0
         error = consumer.result().error
         assert error is not None and error.code() == grpc.StatusCode.UNAVAILABLE
+        assert detail(error, error_details_pb2.ErrorInfo).reason == "DRAINING"
+        assert '"rpc.response.status_code":"UNAVAILABLE"' in server.traces.read_text()
+
+
+def test_a_second_signal_stops_at_once(tmp_path: Path) -> None:
+    with run_server(tmp_path, *PACED) as server:
+        consumer = started(server, request([100], 1500))
+        server.process.send_signal(signal.SIGINT)
+        eventually(lambda: load(server).draining)
+        assert server.stop() == 0
+        assert consumer.result().code == grpc.StatusCode.UNAVAILABLE
+
+
+def test_a_front_end_that_was_paused_keeps_its_engine(tmp_path: Path) -> None:
+    with run_server(tmp_path, *PACED, "server.engine_timeout_s=2") as server:
+        server.process.send_signal(signal.SIGSTOP)
+        time.sleep(3.5)
+        server.process.send_signal(signal.SIGCONT)
+        time.sleep(1)
+        assert started(server, request([100], 3)).result().finished is not None
+
+
+def test_an_engine_ends_though_its_front_end_was_killed_during_the_start(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "inference_service.cli",
+        "serve",
+        "--set=server.port=0",
+        f"--set=telemetry.trace_file={tmp_path}/t.jsonl",
+    ]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    children = Path(f"/proc/{server.pid}/task/{server.pid}/children")
+    eventually(lambda: bool(children.read_text()), timeout=60)
+    engine = Path(f"/proc/{children.read_text().split()[0]}")
+    server.kill()
+    server.wait()
+    eventually(lambda: not engine.exists() or "zombie" in (engine / "status").read_text(), timeout=120)
 
 
 def test_an_engine_whose_front_end_is_killed_ends(tmp_path: Path) -> None:

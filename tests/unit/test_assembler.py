@@ -115,6 +115,12 @@ def test_text_before_the_stop_in_the_same_token_is_sent_without_the_id() -> None
     assert assembler.finish() is None
 
 
+def test_tokens_pushed_with_the_stop_string_but_after_it_are_counted() -> None:
+    assembler = Assembler(BYTE_LEVEL.detokenizer(), ["bc"])
+    piece = assembler.push(ids_of("a", "b", "c", "a", "a"), [1, 2, 3, 4, 5])
+    assert piece == Piece(ids_of("a"), "a", [1], stop="bc", unused=2)
+
+
 def test_what_did_not_become_a_stop_string_is_sent() -> None:
     assembler = Assembler(BYTE_LEVEL.detokenizer(), ["abc"])
     assert assembler.push(ids_of("a", "b"), [1, 2]) is None
@@ -139,4 +145,6 @@ def test_special_tokens_have_ids_and_no_text() -> None:
 
 def test_min_tokens_counts_tokens_not_messages() -> None:
     assembler = Assembler(BYTE_LEVEL.detokenizer(), ["c"], min_tokens=2)
-    assert assembler.push(ids_of("c", "c", "a", "c", "b"), [1, 2, 3, 4, 5]) == Piece(ids_of("c", "c", "a"), "cca", [1, 2, 3], stop="c")
+    assert assembler.push(ids_of("c", "c", "a", "c", "b"), [1, 2, 3, 4, 5]) == Piece(
+        ids_of("c", "c", "a"), "cca", [1, 2, 3], stop="c", unused=1
+    )

@@ -5,7 +5,7 @@ Each case also asserts that what it is about has happened: batches, chunks, cach
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -92,6 +92,9 @@ class Engine:
         self.executor.close()
 
 
+MakeEngine = Callable[..., Engine]
+
+
 def shape(plan: StepPlan) -> tuple[int, int, int]:
     decodes = sum(row.is_decode for row in plan.rows)
     return decodes, len(plan.rows) - decodes, sum(not row.samples or bool(row.start and row.token_ids) for row in plan.rows)
@@ -117,21 +120,20 @@ def expected(alone: Run) -> list[list[int]]:
 
 
 @pytest.fixture
-def engine(model_dir: Path) -> Iterator[type[Engine]]:
+def engine(model_dir: Path) -> Iterator[MakeEngine]:
     made: list[Engine] = []
 
-    class Tracked(Engine):
-        def __init__(self, **settings: Batch | Cache) -> None:
-            super().__init__(model_dir, **settings)  # type: ignore[arg-type]
-            made.append(self)
+    def make(batch: Batch | None = None, cache: Cache | None = None) -> Engine:
+        made.append(Engine(model_dir, batch, cache))
+        return made[-1]
 
-    yield Tracked
+    yield make
     for each in made:
         each.close()
 
 
 def test_one_at_a_time(model_dir: Path, alone: Run, prompts: list[list[int]], expected: list[list[int]]) -> None:
-    """Each token is the most probable one of `transformers` after the tokens before it: by induction, greedy decoding there gives the same."""
+    """Each token is the best one of `transformers` after the tokens before it: by induction, greedy decoding there gives the same."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
@@ -144,13 +146,13 @@ def test_one_at_a_time(model_dir: Path, alone: Run, prompts: list[list[int]], ex
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 100])
-def test_batched(engine: type[Engine], prompts: list[list[int]], expected: list[list[int]], page_size: int) -> None:
+def test_batched(engine: MakeEngine, prompts: list[list[int]], expected: list[list[int]], page_size: int) -> None:
     run = engine(cache=Cache(memory_gib=0.25, page_size=page_size)).run(greedy(prompts))
     assert list(run.answers.values()) == expected
     assert max(decodes for decodes, _, _ in run.plans) == len(prompts)
 
 
-def test_chunked_prefill_mixed_with_decodes(engine: type[Engine], prompts: list[list[int]], expected: list[list[int]]) -> None:
+def test_chunked_prefill_mixed_with_decodes(engine: MakeEngine, prompts: list[list[int]], expected: list[list[int]]) -> None:
     batch = Batch(max_requests=4, max_step_tokens=16, max_prefill_tokens=7)
     run = engine(batch=batch, cache=Cache(memory_gib=0.25, prefix=False)).run(greedy(prompts))
     assert list(run.answers.values()) == expected
@@ -158,7 +160,7 @@ def test_chunked_prefill_mixed_with_decodes(engine: type[Engine], prompts: list[
     assert any(decodes and prefills for decodes, prefills, _ in run.plans)
 
 
-def test_prefix_cache_hits(engine: type[Engine], prompts: list[list[int]], expected: list[list[int]]) -> None:
+def test_prefix_cache_hits(engine: MakeEngine, prompts: list[list[int]], expected: list[list[int]]) -> None:
     warm = engine(cache=Cache(memory_gib=0.25, page_size=8))
     warm.run(greedy(prompts, tokens=1))
     run = warm.run(greedy(prompts))
@@ -166,14 +168,14 @@ def test_prefix_cache_hits(engine: type[Engine], prompts: list[list[int]], expec
     assert all(run.cached[key] == (len(prompt) - 1) // 8 * 8 > 0 for key, prompt in enumerate(prompts))
 
 
-def test_preemption_and_recompute(engine: type[Engine], prompts: list[list[int]], expected: list[list[int]]) -> None:
+def test_preemption_and_recompute(engine: MakeEngine, prompts: list[list[int]], expected: list[list[int]]) -> None:
     needed = max(-(-(len(prompt) + NEW_TOKENS) // 4) for prompt in prompts)
     run = engine(cache=Cache(pages=needed * 3, page_size=4)).run(greedy(prompts))
     assert list(run.answers.values()) == expected
     assert run.preemptions > 0
 
 
-def test_a_seed_gives_the_same_text_alone_and_in_any_batch(engine: type[Engine], prompts: list[list[int]]) -> None:
+def test_a_seed_gives_the_same_text_alone_and_in_any_batch(engine: MakeEngine, prompts: list[list[int]]) -> None:
     def drawn(seed: int, prompt: list[int], key: int) -> Submit:
         return Submit(key, prompt, Sampling(0.9, 40, 0.95, 0.02, seed), 32, 0, [], -1, 1, 0)
 

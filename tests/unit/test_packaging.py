@@ -66,7 +66,7 @@ def distributions(package: str) -> set[str]:
         top = module.partition(".")[0]
         if top not in sys.stdlib_module_names and top not in OURS:
             by_hand = next((name for prefix, name in DISTRIBUTIONS.items() if f"{module}.".startswith(f"{prefix}.")), None)
-            found.add(by_hand or name_of(by_module[top][0]))
+            found.add(by_hand or name_of(by_module.get(top, [top])[0]))
     return found
 
 

@@ -197,14 +197,52 @@ def test_prefix_is_shared_with_a_running_request() -> None:
     assert harness.answers[1].ids == reference(make(1, [0, 1] * 8 + [1], max_tokens=3))[0]
 
 
-def test_preempted_requests_finish_in_order_of_arrival() -> None:
+def test_the_youngest_is_preempted_and_comes_back_first() -> None:
     harness = Harness(Batch(max_requests=3), pages=10, page_size=1, prefix=False)
-    for key in range(3):
+    for key in range(4):
         harness.submit(make(key, [key % 2], max_tokens=7))
+    preempted = None
+    while preempted is None:
+        harness.step()
+        preempted = next((request for request in harness.scheduler.waiting if request.preemptions), None)
+    running = [request.submit.key for request in harness.scheduler.running]
+    assert all(key < preempted.submit.key for key in running), "an older one lost its pages"
+    assert harness.scheduler.waiting[0] is preempted and len(harness.scheduler.waiting) > 1
+    harness.finish()
+    assert sum(answer.finish.preemptions for answer in harness.answers.values() if answer.finish) == harness.scheduler.preemptions
+    assert [answer.ids for answer in harness.answers.values()] == [reference(make(k, [k % 2], max_tokens=7))[0] for k in range(4)]
+
+
+def test_a_page_for_each_running_request_is_left_for_growth() -> None:
+    """Without the reserve the third request would be admitted into the last pages, and at once preempted."""
+    harness = Harness(Batch(max_requests=3), pages=12, page_size=1, prefix=False)
+    for key in range(3):
+        harness.submit(make(key, [key % 2] * 3, max_tokens=3))
+    harness.step()
+    assert len(harness.scheduler.running) == 2 and harness.scheduler.pages.available == 4
+    harness.finish()
+    assert harness.scheduler.preemptions == 0
+
+
+def test_cached_pages_count_as_taken_once_they_are_held() -> None:
+    """Pages that a newcomer finds in the cache are no longer free for its other tokens."""
+    harness = Harness(Batch(max_requests=3), pages=12, page_size=1)
+    harness.submit(make(0, [0, 1] * 3, max_tokens=1))
+    harness.finish()
+    harness.submit(make(1, [1] * 3, max_tokens=6))
+    harness.step()
+    harness.submit(make(2, [0, 1] * 3 + [1, 1], max_tokens=1))
+    harness.finish()
+    assert harness.answers[2].ids == reference(make(2, [0, 1] * 3 + [1, 1], max_tokens=1))[0]
+
+
+def test_cached_tokens_are_those_of_the_first_admission() -> None:
+    harness = Harness(Batch(max_requests=3), pages=10, page_size=1)
+    for key in range(3):
+        harness.submit(make(key, [key % 2, 0, key // 2], max_tokens=5))
     harness.finish()
     assert harness.scheduler.preemptions > 0
-    assert sum(answer.finish.preemptions for answer in harness.answers.values() if answer.finish) == harness.scheduler.preemptions
-    assert [answer.ids for answer in harness.answers.values()] == [reference(make(k, [k % 2], max_tokens=7))[0] for k in range(3)]
+    assert harness.answers[0].cached_tokens == 0 and all(answer.cached_tokens <= 2 for answer in harness.answers.values())
 
 
 def test_deadlines_expire_in_the_queue_and_while_decoding() -> None:

@@ -72,6 +72,12 @@ def test_no_more_is_held_than_may_begin_a_stop_string(pieces: list[str], stop: l
         assert held == (tails[0] if tails else "")
 
 
+def test_an_ignored_match_that_nothing_can_continue_is_not_held() -> None:
+    matcher = StopMatcher(["ab", "bcd"])
+    assert matcher.push("xab", may_match=False) == ("xa", None), "only the b may begin another"
+    assert matcher.push("z") == ("bz", None)
+
+
 @pytest.mark.parametrize(
     ("pieces", "stop", "sent", "matched"),
     [
