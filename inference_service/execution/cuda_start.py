@@ -11,7 +11,7 @@ from inference_service.execution.cuda_executor import CudaExecutor
 from inference_service.execution.device import find_setting
 from inference_service.execution.graphs import buckets
 from inference_service.execution.loading import LoadedModel, Report
-from inference_service.execution.memory import MIB, Needs, page_bytes, used_bytes
+from inference_service.execution.memory import GIB, MIB, Needs, page_bytes, used_bytes
 from inference_service.execution.tuning import autotune_file, describe
 from inference_service.kernels.selection import keeps_from_graph
 from inference_service.messages import Sampling
@@ -43,7 +43,7 @@ def build_cuda_executor(config: Config, loaded: LoadedModel, progress: Report) -
         progress(f"no graphs, because of {', '.join(f'{choice.row.operator} by {choice.row.backend}' for choice in obstacles)}")
     begin = time.perf_counter()
     _warm_up(executor, config)
-    progress(f"warmed up in {time.perf_counter() - begin:.1f} s; {(needs.total - used_bytes()) / (1 << 30):.2f} GiB are free")
+    progress(f"warmed up in {time.perf_counter() - begin:.1f} s; {torch.cuda.mem_get_info()[0] / GIB:.2f} GiB are free")
     return executor
 
 
