@@ -1,18 +1,22 @@
 """Speed of the executor on a GPU: its start, decode steps at several batch sizes, prefill, and where a step's time goes.
 
-    python benchmarks/gpu_decode.py --config configs/h200.yaml --out results [--profile] [--batches 1 8 32]
+    python benchmarks/gpu_decode.py --config configs/h200.yaml --out results [--profile] [--host-profile] [--batches 1 8 32]
 
-Writes results.json, and with --profile profile-<batch>.txt. Decode steps are launched one ahead, as the engine does.
+Writes results.json, with --profile profile-<batch>.txt, and with --host-profile host-profile.txt. Decode steps are launched one
+ahead, as the engine does.
 """
 
 from __future__ import annotations
 
 import argparse
+import cProfile
 import json
+import pstats
 import random
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -38,6 +42,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--host-profile", action="store_true")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = {"torch": torch.__version__, "gpu": torch.cuda.get_device_name(), "config": args.config, "set": args.set}
@@ -70,10 +75,15 @@ def main() -> None:
         section(f"decode {batch}", lambda batch=batch: bench.decode(batch, GREEDY))  # type: ignore[misc]
     for batch in {1, 32, max(args.batches)} & set(args.batches):
         section(f"decode {batch} sampled", lambda batch=batch: bench.decode(batch, RANDOM))  # type: ignore[misc]
-    for tokens in (128, 512, 1024, 2048, 4096):
+    for tokens in (16, 128, 256, 512, 1024, 2048, 4096):
         section(f"prefill {tokens}", lambda tokens=tokens: bench.prefill(tokens, 1))  # type: ignore[misc]
     section("prefill 8 x 512", lambda: bench.prefill(512, 8))
     section("mixed 2048 + 64", lambda: bench.mixed(2048, 64))
+    section("mixed 128 + 64", lambda: bench.mixed(128, 64))
+    for tokens in (128, 512):
+        section(f"prefill {tokens} eager", lambda tokens=tokens: bench.prefill(tokens, 1, logprobs=0))  # type: ignore[misc]
+    if args.host_profile:
+        section("host profile of prefill 1024", lambda: bench.host_profile(1024, args.out / "host-profile.txt"))
     if args.profile:
         for batch in (1, 8, 64, 256):
             section(f"profile decode {batch}", lambda batch=batch: bench.profile_decode(batch, args.out))  # type: ignore[misc]
@@ -112,11 +122,11 @@ class Bench:
             "launch_ms": round(1e3 * sorted(launches)[len(launches) // 2], 3),
         }
 
-    def prefill(self, tokens: int, rows: int) -> dict[str, float]:
-        """ms until the first token of a prompt (of several prompts) is on the host."""
+    def prefill(self, tokens: int, rows: int, logprobs: int = -1) -> dict[str, float]:
+        """ms until the first token of a prompt (of several prompts) is on the host. Log-probabilities make the step run eagerly."""
         times, launches = [], []
         for _ in range(6):
-            plan = StepPlan([self._prompt(slot, tokens) for slot in range(rows)])
+            plan = StepPlan([replace(self._prompt(slot, tokens), logprobs=logprobs) for slot in range(rows)])
             begin = time.perf_counter()
             ticket = self.executor.launch(plan)
             launches.append(time.perf_counter() - begin)
@@ -134,6 +144,18 @@ class Bench:
             self.executor.launch(StepPlan([*rows, self._prompt(decodes, tokens)])).wait()
             times.append(time.perf_counter() - begin)
         return {"ms": round(1e3 * sorted(times)[len(times) // 2], 2)}
+
+    def host_profile(self, tokens: int, file: Path) -> dict[str, Any]:
+        """What the host does in five eager launches: the 40 functions that take longest, those they call included."""
+        profiled, plans = cProfile.Profile(), [StepPlan([self._prompt(0, tokens)]) for _ in range(5)]
+        for plan in plans:
+            profiled.enable()
+            ticket = self.executor.launch(plan)
+            profiled.disable()
+            ticket.wait()
+        with file.open("w") as lines:
+            pstats.Stats(profiled, stream=lines).sort_stats("cumulative").print_stats(40)
+        return {"file": str(file)}
 
     def profile_decode(self, batch: int, out: Path) -> dict[str, Any]:
         self._fill(batch)

@@ -98,6 +98,8 @@ class Kernels(Section, frozen=True):
 
     attention_decode: str = "auto"
     attention_prefill: str = "auto"
+    attention_mixed: str = "auto"
+    """Attention of a step with prefill that a CUDA graph holds."""
     kv_append: str = "auto"
     """QK norm, rotary embedding, and appending to the cache."""
     routing: str = "auto"

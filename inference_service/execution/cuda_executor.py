@@ -1,20 +1,21 @@
 """The executor for CUDA: steps are queued on one stream, and the host waits for nothing but ids that somebody asks for.
 
-A step of decodes replays a CUDA graph; one with prefill chunks, log-probabilities or banned ids runs eagerly through the same model.
+Steps of decodes, and short ones with prefill chunks, replay a CUDA graph; long prefills, log-probabilities and banned ids run eagerly
+through the same model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from inference_service.config import Config
 from inference_service.engine.step import Row, StepPlan, StepResult, Ticket
-from inference_service.execution.graphs import DecodeGraphs, StepRunner
+from inference_service.execution.graphs import StepGraphs, StepRunner, decode_sizes, mixed_sizes
 from inference_service.execution.loading import LoadedModel
 from inference_service.execution.packed_inputs import PackedStep, Sizes, SlotTable, device_fields
 from inference_service.execution.sampler import sample_rows, to_logprobs
@@ -23,6 +24,8 @@ from inference_service.messages import Sampling
 GREEDY = Sampling(0.0, 0, 1.0, 0.0, 0)
 IN_FLIGHT = 4
 """Steps that may be launched and not yet read."""
+MIXED_WORK = 512 * 1024
+"""Tokens times context of all prefill chunks of a step: above, the attention of eager steps wins more than launches cost."""
 
 
 @dataclass(eq=False)
@@ -65,18 +68,18 @@ class CudaExecutor:
         page_size, max_requests = config.cache.page_size, config.batch.max_requests
         caches = loaded.model.new_cache(pages, page_size, loaded.target.device)
         self.info = loaded.info(pages)
-        self._stream = stream
+        self._stream, self._step_tokens = stream, config.batch.step_tokens
         self._slots = SlotTable(max_requests, -(-loaded.shape.max_context // page_size), page_size)
         largest = Sizes(config.batch.step_tokens, max_requests, max_requests, self._slots.max_pages)
         self._runner = StepRunner(loaded.model, caches, max_requests, largest.bytes, loaded.target.device)
-        self._graphs = DecodeGraphs(self._runner, self._slots)
+        self._graphs = StepGraphs(self._runner, self._slots)
         self._ring = [Staging(largest.bytes, max_requests) for _ in range(IN_FLIGHT)]
         self._launched = 0
 
     def launch(self, plan: StepPlan) -> Ticket:
         rows = plan.rows
         exact = self._slots.measure(rows)
-        graph = self._graphs.sizes(len(rows)) if _replayable(rows) else None
+        graph = self._graph(rows, exact)
         staging = self._next_staging()
         with self._on_stream():
             step = self._upload(rows, graph or exact, staging)
@@ -90,6 +93,16 @@ class CudaExecutor:
         alternatives = [row.logprobs for row in rows if row.samples]
         staging.ticket = CudaTicket(staging.event, ids_N, alternatives, scores)
         return staging.ticket
+
+    def _graph(self, rows: list[Row], exact: Sizes) -> Sizes | None:
+        """The inputs of the graph that computes a step; None: it must run eagerly."""
+        mixed = bool(rows[-1].token_ids)
+        graph = self._graphs.sizes(replace(exact, mixed=True) if mixed else exact)
+        if graph is None or any(row.logprobs >= 0 or row.banned_ids for row in rows):
+            return None
+        if mixed and sum(row.length * row.position for row in rows if row.token_ids) > MIXED_WORK:
+            return None
+        return graph
 
     def _run(self, rows: list[Row], step: PackedStep) -> tuple[Tensor, list[Tensor]]:
         """Compute a step eagerly: ids_N, and on the host what the rows that want log-probabilities get once the step has run."""
@@ -128,27 +141,28 @@ class CudaExecutor:
 
     # --- start ---
 
-    def capture(self, batch_sizes: list[int]) -> None:
-        """Capture graphs of decodes for these batch sizes."""
+    def graph_sizes(self, mixed: bool) -> list[Sizes]:
+        """The inputs of each graph to capture, be it of decodes alone or (`mixed`) of prefill chunks too."""
+        sizes = decode_sizes(self._slots.padding, self._slots)
+        return sizes + mixed_sizes(self._slots.padding, self._step_tokens, self._slots) if mixed else sizes
+
+    def capture(self, sizes: list[Sizes]) -> int:
+        """Capture graphs of steps with these inputs, and tell how many."""
         with self._on_stream():
-            self._graphs.capture(batch_sizes, lambda sizes: self._upload([], sizes, self._next_staging()))
+            self._graphs.capture(sizes, lambda each: self._upload([], each, self._next_staging()))
             self._stream.synchronize()
+        return len(self._graphs)
 
     def drop_graphs(self) -> None:
-        self._graphs = DecodeGraphs(self._runner, self._slots)
+        self._graphs = StepGraphs(self._runner, self._slots)
 
-    def prefill(self, tokens: int, decodes: int = 0, sampling: Sampling = GREEDY) -> None:
+    def prefill(self, tokens: int, decodes: int = 0, sampling: Sampling = GREEDY, logprobs: int = -1) -> None:
         """Compute a step of so many prefill tokens beside so many decodes, whatever it does to the cache, which nobody uses yet."""
         size, vocabulary, used = self._slots.page_size, self.info.vocab_size, decodes
         rows = [Row(slot, size - 1, 1, [], [slot], True, sampling) for slot in range(decodes)]
         while tokens and len(rows) < self._slots.padding and used < self.info.pages:
             length = min(tokens, self.info.max_context, (self.info.pages - used) * size)
             pages = list(range(used, used - (-length // size)))
-            rows.append(Row(len(rows), 0, length, [token % vocabulary for token in range(length)], pages, True, sampling))
+            rows.append(Row(len(rows), 0, length, [token % vocabulary for token in range(length)], pages, True, sampling, logprobs))
             used, tokens = used + len(pages), tokens - length
         self.launch(StepPlan(rows)).wait()
-
-
-def _replayable(rows: list[Row]) -> bool:
-    """Whether a graph can compute a step: all its rows decode, and none wants what only an eager step gives."""
-    return not rows[-1].token_ids and all(row.logprobs < 0 and not row.banned_ids for row in rows)

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import torch
 
 from inference_service.config import Config
 from inference_service.execution.cuda_executor import CudaExecutor
 from inference_service.execution.device import find_setting
-from inference_service.execution.graphs import buckets
 from inference_service.execution.loading import LoadedModel, Report
 from inference_service.execution.memory import GIB, MIB, Needs, page_bytes, used_bytes
+from inference_service.execution.packed_inputs import Sizes
 from inference_service.execution.tuning import autotune_file, describe
 from inference_service.kernels.selection import keeps_from_graph
 from inference_service.messages import Sampling
 
 RANDOM = Sampling(1.0, 50, 0.9, 0.01, 0)
-SMALL_GRAPH_BYTES = 16 * MIB
+SMALL_GRAPH_BYTES = 8 * MIB
 """What each graph but the largest is reckoned to need, since it finds room for its tensors in the largest one's memory."""
 
 
@@ -27,18 +28,26 @@ def build_cuda_executor(config: Config, loaded: LoadedModel, progress: Report) -
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     torch.cuda.synchronize()
     obstacles = keeps_from_graph(loaded.choices)
-    batch_sizes = [] if obstacles else buckets(config.batch.max_requests)
-    needs = _learn_needs(config, loaded, batch_sizes, stream)
+    mixed = all(choice.row.graph for choice in loaded.choices if choice.row.operator == "attention_mixed")
+
+    def graph_sizes(executor: CudaExecutor) -> list[Sizes]:
+        return [] if obstacles else executor.graph_sizes(mixed)
+
+    needs = _learn_needs(config, loaded, graph_sizes, stream)
     page_size, size = config.cache.page_size, page_bytes(config, loaded.shape, loaded.dtype)
     pages = needs.pages(config, size)
     progress(needs.ledger(pages * size))
     progress(f"KV cache: {pages:,} pages of {page_size} tokens, {pages * page_size:,} tokens")
     executor = CudaExecutor(config, loaded, pages, stream)
 
-    begin = time.perf_counter()
-    if batch_sizes:
-        executor.capture(batch_sizes)
-        progress(f"{2 * len(batch_sizes)} graphs captured in {time.perf_counter() - begin:.1f} s, for batches of {batch_sizes}")
+    begin, free = time.perf_counter(), torch.cuda.mem_get_info()[0]
+    if sizes := graph_sizes(executor):
+        count = executor.capture(sizes)
+        used = (free - torch.cuda.mem_get_info()[0]) / GIB
+        progress(
+            f"{count} graphs captured in {time.perf_counter() - begin:.1f} s and {used:.2f} GiB (reckoned with: {needs.graphs / GIB:.2f}), "
+            f"for batches of {_sorted_tokens(sizes, False)}, with prefill chunks for {_sorted_tokens(sizes, True)} tokens"
+        )
     else:
         progress(f"no graphs, because of {', '.join(f'{choice.row.operator} by {choice.row.backend}' for choice in obstacles)}")
     begin = time.perf_counter()
@@ -62,7 +71,9 @@ def _load_tactics(config: Config, loaded: LoadedModel, progress: Report) -> None
         progress(f"the experts' kernels run as tuned: {file}")
 
 
-def _learn_needs(config: Config, loaded: LoadedModel, batch_sizes: list[int], stream: torch.cuda.Stream) -> Needs:
+def _learn_needs(
+    config: Config, loaded: LoadedModel, graph_sizes: Callable[[CudaExecutor], list[Sizes]], stream: torch.cuda.Stream
+) -> Needs:
     """Run the largest step of each kind against a pool just large enough, and see what it takes."""
     batch, page_size = config.batch, config.cache.page_size
     trial = CudaExecutor(config, loaded, batch.max_requests - (-batch.step_tokens // page_size), stream)
@@ -73,24 +84,33 @@ def _learn_needs(config: Config, loaded: LoadedModel, batch_sizes: list[int], st
     trial.prefill(batch.step_tokens, sampling=RANDOM)
     activations = torch.cuda.max_memory_reserved() - reserved
 
-    trial.capture(batch_sizes[-1:])
+    sizes = graph_sizes(trial)
+    largest = {each.mixed: each for each in sorted(sizes, key=lambda each: each.tokens)}
+    captured = trial.capture(list(largest.values()))
     with_graphs = used_bytes()
     trial.drop_graphs()
-    graphs = with_graphs - used_bytes() + SMALL_GRAPH_BYTES * 2 * max(0, len(batch_sizes) - 1)
+    graphs = with_graphs - used_bytes() + SMALL_GRAPH_BYTES * (2 * len(sizes) - captured)
     trial.close()
     del trial
     return Needs(torch.cuda.mem_get_info()[1], used_bytes(), graphs, activations)
 
 
+def _sorted_tokens(sizes: list[Sizes], mixed: bool) -> list[int]:
+    return sorted({each.tokens for each in sizes if each.mixed is mixed})
+
+
 def _warm_up(executor: CudaExecutor, config: Config) -> None:
-    """Meet what a first request would: prefills of odd and even length, alone and beside decodes, greedy and sampled."""
+    """Meet what a first request would: prefills of odd and even length, alone and beside decodes, greedy and sampled; with
+    log-probabilities too, which make steps run eagerly that a graph would compute."""
     batch = config.batch
     decodes = min(3, batch.max_requests - 1)
     lengths = {1, 17, 128, 500, 1024, batch.prefill_tokens, batch.step_tokens}
     for length in sorted(length for length in lengths if length <= batch.step_tokens):
-        executor.prefill(length)
-        if length + decodes <= batch.step_tokens:
-            executor.prefill(length, decodes)
-    executor.prefill(1, 0, RANDOM)
-    if batch.step_tokens > decodes:
-        executor.prefill(1, decodes, RANDOM)
+        for logprobs in (-1, 1):
+            executor.prefill(length, logprobs=logprobs)
+            if length + decodes <= batch.step_tokens:
+                executor.prefill(length, decodes, logprobs=logprobs)
+    for logprobs in (-1, 1):
+        executor.prefill(1, 0, RANDOM, logprobs)
+        if batch.step_tokens > decodes:
+            executor.prefill(1, decodes, RANDOM, logprobs)

@@ -1,6 +1,6 @@
-"""A step on the GPU, and its CUDA graphs: one replay computes a step of decodes, sampling and the next step's inputs included.
+"""A step on the GPU, and its CUDA graphs: one replay computes a whole step, sampling and the next step's inputs included.
 
-Shapes: T tokens, B decode rows, N rows that sample, S slots, V vocabulary.
+Shapes: T tokens, R rows, N rows that sample, S slots, V vocabulary.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,11 +27,11 @@ class StepRunner:
 
     def logits(self, step: PackedStep, fields: Fields) -> Tensor:
         """Compute the step's tokens, and give logits_NV."""
-        token_ids_T = self.last_token_id_S.index_select(0, fields.slots_N[: step.decodes])
-        if step.decodes < step.sizes.tokens:
-            token_ids_T = torch.cat((token_ids_T, fields.token_ids_T[step.decodes :]))
-        last_N = None if step.sizes.samples == step.sizes.tokens else fields.last_N
-        return self.model.forward(token_ids_T, step.layout(fields), self.caches, last_N)
+        last_token_id_T = self.last_token_id_S.index_select(0, fields.slots_R.index_select(0, fields.row_T))
+        token_ids_T = torch.where(fields.token_ids_T < 0, last_token_id_T, fields.token_ids_T)
+        mixed = step.sizes.mixed
+        last_N = None if not mixed and step.sizes.samples == step.sizes.tokens else fields.last_N
+        return self.model.forward(token_ids_T, step.layout(fields), self.caches, last_N, mixed)
 
     def draw(self, logits_NV: Tensor, step: PackedStep, fields: Fields) -> Tensor:
         """Draw ids_N, and leave them where the next step's decodes find them."""
@@ -45,65 +46,97 @@ class StepRunner:
         return ids_N
 
 
+CONTEXTS = (1024, 4096)
+"""Decode graphs are captured for these contexts, and for the longest: a kernel splits the longest that a graph allows among its blocks,
+and those of short contexts find nothing to do."""
+SPLIT_ROWS = 20
+"""Up to so many rows a context is split."""
+MIXED_TOKENS = (16, 32, 64, 96, 128, 160, 192, 256, 320, 384, 448, 512)
+MIXED_CONTEXT = 4096
+"""The longest context of a graph with prefill chunks, whose attention is made for short ones."""
+
+
 def buckets(max_requests: int) -> list[int]:
-    """Batch sizes to capture: 1, 2, 4, then by 8, by 16 from 32 on, by 32 from 64 on, by 64 from 256 on."""
-    sizes = [1, 2, 4, *range(8, 32, 8), *range(32, 64, 16), *range(64, 256, 32), *range(256, max_requests, 64)]
+    """Batch sizes to capture: dense where a step is short."""
+    sizes = [1, 2, 3, 4, *range(6, 16, 2), *range(16, 32, 4), *range(32, 64, 8), *range(64, 128, 16), *range(128, 256, 32)]
+    sizes += range(256, max_requests, 64)
     return [size for size in sizes if size < max_requests] + [max_requests]
 
 
-class DecodeGraphs:
+def decode_sizes(max_requests: int, slots: SlotTable) -> list[Sizes]:
+    """The inputs of each graph of decodes."""
+    narrow = {slots.width(context) for context in CONTEXTS}
+    widths = sorted({width for width in narrow if width < slots.max_pages} | {slots.max_pages})
+    batches = buckets(max_requests)
+    return [Sizes(rows, rows, rows, width) for rows in batches for width in (widths if rows <= SPLIT_ROWS else widths[-1:])]
+
+
+def mixed_sizes(max_requests: int, step_tokens: int, slots: SlotTable) -> list[Sizes]:
+    """The inputs of each graph that prefill chunks may be part of."""
+    width = min(slots.width(MIXED_CONTEXT), slots.max_pages)
+    counts = [(tokens, min(tokens, max_requests)) for tokens in MIXED_TOKENS if tokens <= step_tokens]
+    return [Sizes(tokens, rows, rows, width, mixed=True) for tokens, rows in counts]
+
+
+class StepGraphs:
     """Captures on the current stream, which must not be the default one, and replays there."""
 
     def __init__(self, runner: StepRunner, slots: SlotTable) -> None:
         self._runner, self._slots = runner, slots
         self._pool = torch.cuda.graph_pool_handle()
-        self._graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-        self._sizes: list[int] = []
+        self._graphs: dict[tuple[Sizes, bool], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._sizes: list[Sizes] = []
 
     def __len__(self) -> int:
         return len(self._graphs)
 
-    def sizes(self, rows: int) -> Sizes | None:
-        """The inputs of the smallest graph for so many decode rows; None: there is none."""
-        bucket = next((size for size in self._sizes if size >= rows), None)
-        return None if bucket is None else Sizes(bucket, bucket, bucket, self._slots.max_pages)
+    def sizes(self, step: Sizes) -> Sizes | None:
+        """The inputs of the smallest graph that holds a step; None: there is none."""
+        return next((sizes for sizes in self._sizes if sizes.holds(step)), None)
 
-    def capture(self, sizes: list[int], upload: Callable[[Sizes], PackedStep]) -> None:
-        """Capture a greedy and a sampling graph for each size, the largest first: the smaller ones then find room in its memory.
+    def capture(self, sizes: list[Sizes], upload: Callable[[Sizes], PackedStep]) -> None:
+        """Capture a greedy and a sampling graph for each of the sizes, the largest first: the smaller ones then find room in its memory.
 
         `upload` puts a step of nothing but padded rows into the block.
         """
+        warm = None
         with _no_garbage_collection():
-            for size in sorted(sizes, reverse=True):
-                inputs = Sizes(size, size, size, self._slots.max_pages)
-                upload(inputs)
+            for each in sorted(sizes, key=_order, reverse=True):
+                upload(each)
                 for greedy in (False, True):
-                    self._graphs[size, greedy] = self._capture(inputs, greedy)
-        self._sizes = sorted({size for size, _ in self._graphs})
+                    # Graphs that differ in the width of the page table alone run the same kernels.
+                    self._graphs[each, greedy] = self._capture(each, greedy, warm == (each.mixed, each.tokens))
+                warm = each.mixed, each.tokens
+        self._sizes = sorted({each for each, _ in self._graphs}, key=_order)
 
-    def _capture(self, sizes: Sizes, greedy: bool) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    def _capture(self, sizes: Sizes, greedy: bool, warm: bool) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         # A graph knows no values of the host: every context may be as long as the page table allows.
-        contexts = [sizes.pages * self._slots.page_size] * sizes.rows
-        step = PackedStep(sizes, sizes.rows, [1] * sizes.rows, contexts, greedy)
+        decodes = 0 if sizes.mixed else sizes.rows
+        step = PackedStep(sizes, decodes, np.ones(decodes, np.int64), np.full(decodes, sizes.pages * self._slots.page_size), greedy)
         fields = device_fields(self._runner.block, sizes)
 
         def run() -> Tensor:
             return self._runner.draw(self._runner.logits(step, fields), step, fields)
 
-        # What is compiled or set up at first use must not be captured.
-        run()
+        if not warm:
+            # What is compiled or set up at first use must not be captured.
+            run()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=torch.cuda.current_stream()):
-            ids_B = run()
+            ids_N = run()
         # The first replay uploads the graph.
         graph.replay()
-        return graph, ids_B
+        return graph, ids_N
 
     def replay(self, sizes: Sizes, greedy: bool) -> Tensor:
-        """Start the step whose inputs are in the block. Gives ids_B, which the next replay overwrites."""
-        graph, ids_B = self._graphs[sizes.rows, greedy]
+        """Start the step whose inputs are in the block. Gives ids_N, which the next replay overwrites."""
+        graph, ids_N = self._graphs[sizes, greedy]
         graph.replay()
-        return ids_B
+        return ids_N
+
+
+def _order(sizes: Sizes) -> tuple[bool, int, int]:
+    return sizes.mixed, sizes.tokens, sizes.pages
 
 
 @contextmanager

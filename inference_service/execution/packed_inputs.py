@@ -37,10 +37,22 @@ class Sizes:
     rows: int
     samples: int
     pages: int
+    mixed: bool = False
+    """Whether it is a graph's that prefill chunks may be part of; all that is left over is padding."""
 
     @property
     def bytes(self) -> int:
         return list(_places(self))[-1][-1]
+
+    def holds(self, other: Sizes) -> bool:
+        """Whether such a block has room for a step of the other's sizes and kind."""
+        return (
+            self.mixed == other.mixed
+            and self.tokens >= other.tokens
+            and self.rows >= other.rows
+            and self.samples >= other.samples
+            and self.pages >= other.pages
+        )
 
 
 @dataclass(frozen=True)
@@ -48,15 +60,17 @@ class Fields:
     """The inputs, as arrays on the host or tensors on the device."""
 
     token_ids_T: Any
-    """int64; 0 where a decode row's id is still to come from its slot."""
+    """int64; -1 where a decode row's id is still to come from its slot."""
+    slots_R: Any
+    """int64."""
     slots_N: Any
-    """int64; decode rows come first."""
+    """int64: the slots of the rows that sample."""
     last_N: Any
     """int64: the last token of each row that samples."""
     seed_N: Any
     """int64, all 64 bits of it."""
     positions_T: Any
-    """int32, as all that follow but the three of float32. -1: a padded row, which writes nothing to the cache."""
+    """int32, as all that follow but the three of float32. Negative: a padded token, which stands at -1 - position and writes nothing."""
     row_T: Any
     contexts_R: Any
     position_N: Any
@@ -72,7 +86,7 @@ class Fields:
 
 
 DTYPES: dict[str, torch.dtype] = dict.fromkeys(Fields.__annotations__, torch.int32)
-DTYPES |= dict.fromkeys(("token_ids_T", "slots_N", "last_N", "seed_N"), torch.int64)
+DTYPES |= dict.fromkeys(("token_ids_T", "slots_R", "slots_N", "last_N", "seed_N"), torch.int64)
 DTYPES |= dict.fromkeys(("temperature_N", "top_p_N", "min_p_N"), torch.float32)
 
 
@@ -106,13 +120,14 @@ class PackedStep:
 
     sizes: Sizes
     decodes: int
-    lengths: list[int]
-    contexts: list[int]
+    lengths_R: NDArray[np.int64]
+    contexts_R: NDArray[np.int64]
     greedy: bool
     """Whether no row draws at random."""
 
     def layout(self, fields: Fields) -> StepLayout:
-        return StepLayout(self.decodes, self.lengths, self.contexts, fields.positions_T, fields.row_T, fields.pages_RM, fields.contexts_R)
+        lengths, contexts = self.lengths_R.tolist(), self.contexts_R.tolist()
+        return StepLayout(self.decodes, lengths, contexts, fields.positions_T, fields.row_T, fields.pages_RM, fields.contexts_R)
 
 
 class SlotTable:
@@ -130,6 +145,10 @@ class SlotTable:
         self._min_p_S = np.zeros(slots, np.float32)
         self._pages: list[list[int]] = [[] for _ in range(slots)]
         self._sampling: list[Sampling | None] = [None] * slots
+
+    def width(self, context: int) -> int:
+        """Of the page table, for such a context."""
+        return _round_up(-(-context // self.page_size), PAGES_STEP)
 
     def update(self, rows: list[Row]) -> None:
         """Take in what has changed: a new request, a page more, or a page that was replaced by an equal one of the prefix cache."""
@@ -151,34 +170,42 @@ class SlotTable:
     def measure(self, rows: list[Row]) -> Sizes:
         """What a block must hold for these rows, without padding. Raises ValueError for an impossible row."""
         check_rows(rows, self.page_size)
-        pages = -(-max(row.start + row.length for row in rows) // self.page_size)
-        return Sizes(sum(row.length for row in rows), len(rows), sum(row.samples for row in rows), _round_up(pages, PAGES_STEP))
+        context = max([row.start + row.length for row in rows])
+        samples = [row.samples for row in rows].count(True)
+        return Sizes(sum([row.length for row in rows]), len(rows), samples, self.width(context))
 
     def write(self, rows: list[Row], sizes: Sizes, block: NDArray[np.uint8]) -> PackedStep:
-        """Write the step into a block. Where `sizes` has more rows than there are, all must be decodes, and padded rows follow them."""
+        """Write the step into a block, and padding where there is more room than the rows need."""
         self.update(rows)
-        padded = sizes.rows - len(rows)
         fields = host_fields(block, sizes)
-        slots_R = np.array([row.slot for row in rows] + [self.padding] * padded, np.int64)
-        starts_R = np.array([row.start for row in rows] + [-1] * padded, np.int32)
-        lengths_R = np.array([row.length for row in rows] + [1] * padded, np.int32)
+        slots_R = np.array([row.slot for row in rows], np.int64)
+        lengths_R = np.array([row.length for row in rows], np.int64)
+        contexts_R = np.array([row.start for row in rows], np.int64) + lengths_R
+        samples_R = np.array([row.samples for row in rows], np.bool_)
+        chunks = [row.token_ids for row in rows if row.token_ids]
+        decodes = len(rows) - len(chunks)
 
-        decodes = sum(not row.token_ids for row in rows) + padded
-        fields.token_ids_T[:decodes] = 0
-        if sizes.tokens > decodes:
-            fields.token_ids_T[decodes:] = np.fromiter(chain.from_iterable(row.token_ids for row in rows), np.int64, sizes.tokens - decodes)
-        ends_R = np.cumsum(lengths_R)
-        fields.row_T[:] = np.repeat(np.arange(sizes.rows, dtype=np.int32), lengths_R)
-        fields.positions_T[:] = np.arange(sizes.tokens) + np.repeat(starts_R + lengths_R - ends_R, lengths_R)
-        # A padded row attends to one slot of any page, since no kernel is sure to take an empty context.
-        np.maximum(starts_R + lengths_R, 1, out=fields.contexts_R)
-        np.take(self._pages_SM[:, : sizes.pages], slots_R, axis=0, out=fields.pages_RM, mode="clip")
+        ends_R = lengths_R.cumsum()
+        tokens = int(ends_R[-1]) if rows else 0
+        fields.token_ids_T[:decodes] = -1
+        if chunks:
+            fields.token_ids_T[decodes:tokens] = np.fromiter(chain.from_iterable(chunks), np.int64, tokens - decodes)
+        fields.row_T[:tokens] = np.repeat(np.arange(len(rows)), lengths_R)
+        fields.positions_T[:tokens] = np.arange(tokens) + np.repeat(contexts_R - ends_R, lengths_R)
+        fields.slots_R[: len(rows)] = slots_R
+        fields.contexts_R[: len(rows)] = contexts_R
+        np.take(self._pages_SM[:, : sizes.pages], slots_R, axis=0, out=fields.pages_RM[: len(rows)], mode="clip")
 
-        samples_R = slice(None) if sizes.samples == sizes.rows else np.array([row.samples for row in rows])
         slots_N = slots_R[samples_R]
-        fields.slots_N[:] = slots_N
-        fields.last_N[:] = ends_R[samples_R] - 1
-        fields.position_N[:] = fields.contexts_R[samples_R]
+        fields.slots_N[: len(slots_N)] = slots_N
+        fields.last_N[: len(slots_N)] = ends_R[samples_R] - 1
+        fields.position_N[: len(slots_N)] = contexts_R[samples_R]
+
+        _pad(fields, tokens, decodes, len(rows))
+        fields.slots_R[len(rows) :] = self.padding
+        fields.slots_N[len(slots_N) :] = self.padding
+        fields.last_N[len(slots_N) :] = 0
+        fields.position_N[len(slots_N) :] = 0
         for name, values_S in (
             ("seed_N", self._seed_S),
             ("top_k_N", self._top_k_S),
@@ -186,8 +213,26 @@ class SlotTable:
             ("top_p_N", self._top_p_S),
             ("min_p_N", self._min_p_S),
         ):
-            np.take(values_S, slots_N, out=getattr(fields, name), mode="clip")
-        return PackedStep(sizes, decodes, lengths_R.tolist(), fields.contexts_R.tolist(), not fields.temperature_N.any())
+            np.take(values_S, fields.slots_N, out=getattr(fields, name), mode="clip")
+        return PackedStep(sizes, decodes, lengths_R, contexts_R, not fields.temperature_N.any())
+
+
+def _pad(fields: Fields, tokens: int, decodes: int, rows: int) -> None:
+    """Make padded tokens and rows twins of a real one that writes nothing: they choose the same experts, whose weights are read anyway.
+
+    Of decodes it is the one with the shortest context, since a padded row attends like any other.
+    """
+    token, position, context, pages = 0, -1, 1, 0
+    twin = 0
+    if rows:
+        twin = int(fields.contexts_R[:decodes].argmin()) if decodes else 0
+        token, position = fields.token_ids_T[twin], -1 - fields.positions_T[twin]
+        context, pages = fields.contexts_R[twin], fields.pages_RM[twin]
+    fields.token_ids_T[tokens:] = token
+    fields.row_T[tokens:] = twin
+    fields.positions_T[tokens:] = position
+    fields.contexts_R[rows:] = context
+    fields.pages_RM[rows:] = pages
 
 
 def _round_up(value: int, step: int) -> int:

@@ -17,9 +17,9 @@ from torch import Tensor
 class StepLayout:
     """Where the rows of a step stand in the cache: decodes first, one token each, then prefill chunks.
 
-    Lists are known to the host and give the shapes; tensors are on the device and give the values. A step that a CUDA graph holds is of
-    decodes alone, its `contexts` mean nothing, and its padded rows have position -1 and a context of 1: they read the first slot of their
-    first page, and write nothing.
+    Lists are known to the host and give the shapes; tensors are on the device and give the values. In a CUDA graph of decodes `contexts`
+    mean nothing; in one that may hold prefill chunks no list does. There a padded token is the twin of a real one, has position -1 - the
+    other's, and writes nothing; a padded decode row reads what the other reads.
     """
 
     decodes: int

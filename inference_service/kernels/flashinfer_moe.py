@@ -15,7 +15,7 @@ from torch import Tensor
 
 TUNE_MAX_TOKENS = 8192
 """The largest batch that is tuned for; larger ones run as this one does. FlashInfer keeps the first value of a process for good."""
-GEMV_TOKENS = 4
+GEMV_TOKENS = 8
 """Up to so many tokens the matrix-vector kernels are faster than CUTLASS (benchmarks/moe_small.py)."""
 
 

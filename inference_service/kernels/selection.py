@@ -11,6 +11,7 @@ from typing import Any
 from inference_service.config import ConfigError, Kernels
 from inference_service.kernels import support
 from inference_service.kernels.attention import SplitAttention
+from inference_service.kernels.attention_mixed import StepAttention
 from inference_service.kernels.gemm import Gemm
 from inference_service.kernels.kv_append import KvAppend
 from inference_service.kernels.moe import Moe
@@ -22,7 +23,7 @@ from inference_service.messages import Kernel
 
 log = logging.getLogger(__name__)
 
-OPERATORS = ("attention_decode", "attention_prefill", "kv_append", "routing", "moe", "gemm", "norm", "sampling")
+OPERATORS = ("attention_decode", "attention_prefill", "attention_mixed", "kv_append", "routing", "moe", "gemm", "norm", "sampling")
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class Operators:
     """One backend an operator: all that models know of kernels."""
 
     attention: SplitAttention
+    attention_mixed: StepAttention
+    """For steps with prefill that a CUDA graph holds."""
     kv_append: KvAppend
     routing: Routing
     moe: Moe
@@ -67,7 +70,7 @@ def make_operators(choices: list[Choice]) -> Operators:
 
 def keeps_from_graph(choices: list[Choice]) -> list[Choice]:
     """The choices that keep a step of decodes from being captured as a CUDA graph."""
-    return [choice for choice in choices if not choice.row.graph and choice.row.operator != "attention_prefill"]
+    return [choice for choice in choices if not choice.row.graph and choice.row.operator not in ("attention_prefill", "attention_mixed")]
 
 
 def _choose(operator: str, wanted: str, setting: Setting, measured: Mapping[str, str]) -> Choice:

@@ -15,6 +15,8 @@ from inference_service.kernels.flashinfer_elementwise import CublasGemm
 
 GEMV_TOKENS = 1
 """Up to so many tokens the own kernel is faster than cuBLAS (benchmarks/gemm_small.py)."""
+NARROW_OUTPUTS, NARROW_TOKENS = 256, 8
+"""The same for narrow weights, such as a router's: cuBLAS takes 5 us there, however little there is to do."""
 TINY_TOKENS = 8
 """One tile of tinygemm's."""
 
@@ -29,7 +31,8 @@ class GemvOrCublasGemm(CublasGemm):
         self._gemv: Any = triton_gemm.gemv
 
     def __call__(self, x_TK: Tensor, packed: Tensor, bias_N: Tensor | None) -> Tensor:
-        if not 0 < len(x_TK) <= GEMV_TOKENS:
+        limit = NARROW_TOKENS if len(packed) <= NARROW_OUTPUTS else GEMV_TOKENS
+        if not 0 < len(x_TK) <= limit:
             return F.linear(x_TK, packed, bias_N)
         y_TN: Tensor = self._gemv(x_TK.contiguous(), packed, bias_N)
         return y_TN

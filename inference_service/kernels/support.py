@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from inference_service.kernels import (
+    attention_mixed,
     attention_torch,
     flashinfer_elementwise,
     flashinfer_fmha_v2,
@@ -126,6 +127,12 @@ def _power_of_two(setting: Setting) -> str:
     return "" if even else f"takes a head dim that is a power of two from 32 up, not {setting.head_dim}"
 
 
+def _paged(setting: Setting) -> str:
+    if setting.head_dim not in (64, 128):
+        return f"takes a head dim of 64 or 128, not {setting.head_dim}"
+    return f"takes at most 16 query heads a KV head, not {setting.group}" if setting.group > 16 else ""
+
+
 def _absent() -> Any:
     raise NotImplementedError("the table refuses this backend everywhere")
 
@@ -202,6 +209,18 @@ TABLE: tuple[Row, ...] = (
     Row("attention_prefill", "torch", attention_torch.TorchPrefill, graph=False),
     Row("attention_prefill", "trtllm-gen", _absent, architectures=frozenset(), elsewhere=GEN),
     Row(
+        "attention_mixed",
+        "triton",
+        attention_mixed.TritonPagedAttention,
+        architectures=GPUS - {"sm_75"},
+        dtypes=HALVES,
+        elsewhere=NO_TRITON,
+        otherwise=NO_HALF,
+        limit=_paged,
+        requires=TRITON,
+    ),
+    Row("attention_mixed", "torch", attention_mixed.TorchPagedAttention, graph=False),
+    Row(
         "kv_append",
         "triton",
         kv_append.TritonKvAppend,
@@ -260,16 +279,6 @@ TABLE: tuple[Row, ...] = (
     ),
     Row(
         "gemm",
-        "cublas",
-        flashinfer_elementwise.CublasGemm,
-        architectures=GPUS,
-        dtypes=HALVES,
-        elsewhere=NO_GPU,
-        otherwise=NO_HALF,
-        requires=FLASHINFER,
-    ),
-    Row(
-        "gemm",
         "triton+cublas",
         small_gemm.GemvOrCublasGemm,
         architectures=GPUS - {"sm_75"},
@@ -277,6 +286,16 @@ TABLE: tuple[Row, ...] = (
         elsewhere=NO_TRITON,
         otherwise=NO_HALF,
         requires=FLASHINFER | TRITON,
+    ),
+    Row(
+        "gemm",
+        "cublas",
+        flashinfer_elementwise.CublasGemm,
+        architectures=GPUS,
+        dtypes=HALVES,
+        elsewhere=NO_GPU,
+        otherwise=NO_HALF,
+        requires=FLASHINFER,
     ),
     Row(
         "gemm",

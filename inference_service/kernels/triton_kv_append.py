@@ -59,7 +59,7 @@ def _append(
         turned_low = low * scale * tl.where(is_query, tl.load(q_norm_D + dim), tl.load(k_norm_D + dim)).to(tl.float32)
         turned_high = high * scale * tl.where(is_query, tl.load(q_norm_D + HALF + dim), tl.load(k_norm_D + HALF + dim)).to(tl.float32)
     position = tl.load(positions_T + token).to(tl.int64)
-    angle = table_PD + tl.maximum(position, 0) * (2 * HALF) + dim
+    angle = table_PD + tl.maximum(position, -1 - position) * (2 * HALF) + dim
     cos, sin = tl.load(angle), tl.load(angle + HALF)
     low = tl.where(is_value, low, turned_low * cos - turned_high * sin)
     high = tl.where(is_value, high, turned_high * cos + turned_low * sin)

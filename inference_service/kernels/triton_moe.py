@@ -22,9 +22,9 @@ from inference_service.kernels.triton_launch import block, dependent_launch, div
 class Tiles:
     """How the two kernels cut their work: weight rows and warps of a block, and the columns of a load."""
 
-    gate_up_rows: int = 4
-    gate_up_columns: int = 512
-    gate_up_warps: int = 4
+    gate_up_rows: int = 2
+    gate_up_columns: int = 1024
+    gate_up_warps: int = 8
     down_rows: int = 4
     down_columns: int = 256
     down_warps: int = 4

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from inference_service.kernels.attention import StepLayout
+from inference_service.kernels.attention_mixed import StepAttention
 from inference_service.models.config import ModelConfig
 from inference_service.models.layers import Attention, Build, Linear, Mlp, StepContext
 from inference_service.models.rotary import rotary_table
@@ -64,15 +65,20 @@ class Decoder:
             layer.pack()
         self.head.pack()
 
-    def forward(self, token_ids_T: Tensor, layout: StepLayout, caches: list[Tensor], logits_R: Tensor | None) -> Tensor:
+    def forward(
+        self, token_ids_T: Tensor, layout: StepLayout, caches: list[Tensor], logits_R: Tensor | None, mixed: bool = False
+    ) -> Tensor:
         """Compute a step, append its keys and values to `caches` (one kv_P2HSD a layer), and give logits_RV in the model's dtype.
 
-        `logits_R` are the tokens (indices into T) whose logits are wanted; None: all.
+        `logits_R` are the tokens (indices into T) whose logits are wanted; None: all. `mixed`: attend by the one kernel for whole
+        steps, which knows of the layout its tensors alone, so that a CUDA graph can hold a step with prefill chunks.
         """
         norm, eps = self.operators.norm, self.config.rms_norm_eps
+        attention: StepAttention = self.operators.attention_mixed if mixed else self.operators.attention
         step = StepContext(
             self.operators.kv_append.plan(layout, caches[0], self.rotary_PD),
-            self.operators.attention.plan(layout, caches[0], self.config.heads),
+            attention,
+            attention.plan(layout, caches[0], self.config.heads),
         )
         residual_TC = self.embedding_VC.index_select(0, token_ids_T)
         x_TC: Tensor | None = None

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from inference_service.kernels.attention_mixed import StepAttention
 from inference_service.kernels.kv_append import HeadNorms
 from inference_service.kernels.selection import Operators
 from inference_service.models.config import ModelConfig, MoeConfig
@@ -31,10 +32,11 @@ class Build:
 
 @dataclass(frozen=True)
 class StepContext:
-    """What the layers of one step share: the operators' plans."""
+    """What the layers of one step share: the operators' plans, and by what it attends."""
 
     kv_append: Any
-    attention: Any
+    attention: StepAttention
+    attention_plan: Any
 
 
 class Part(Protocol):
@@ -104,7 +106,7 @@ class Attention:
     def __call__(self, x_TC: Tensor, kv_P2HSD: Tensor, step: StepContext) -> Tensor:
         qkv_TND = self.qkv(x_TC).view(len(x_TC), -1, self.config.head_dim)
         q_THD = self.operators.kv_append(qkv_TND, self.norms, kv_P2HSD, step.kv_append)
-        return self.output(self.operators.attention(q_THD, kv_P2HSD, step.attention).flatten(1))
+        return self.output(step.attention(q_THD, kv_P2HSD, step.attention_plan).flatten(1))
 
 
 class GatedMlp:

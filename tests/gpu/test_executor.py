@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from inference_service.engine.step import Row, StepPlan, StepResult
 from inference_service.execution.cuda_executor import CudaExecutor
 from inference_service.execution.executor import build_executor
 from inference_service.execution.memory import used_bytes
+from inference_service.execution.packed_inputs import Sizes
 from inference_service.kernels.sampling import TorchSampling
 from inference_service.messages import Sampling
 from tests.gpu.tiny import save_tiny
@@ -29,6 +31,9 @@ PROMPTS = [[(7 * slot + 13 * place) % 1000 for place in range(3 + 9 * slot)] for
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("qwen3-moe")
     save_tiny("qwen3-moe", path, std=0.05, spread=1.0)
+    # Long enough for several widths of the page table.
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 8192}))
     return path
 
 
@@ -68,10 +73,10 @@ def generate(executor: CudaExecutor, slots: list[int], tokens: int, overlap: boo
 
 
 def without_graphs(executor: CudaExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(executor._graphs, "sizes", lambda rows: None)
+    monkeypatch.setattr(executor._graphs, "sizes", lambda step: None)
 
 
-@pytest.mark.parametrize("count", [1, 3, 8, 12])
+@pytest.mark.parametrize("count", [1, 5, 8, 11])
 def test_graphs_draw_what_eager_steps_draw(executor: CudaExecutor, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     """Within a bucket all kernels are the same; in a padded one other tiles may round a near tie otherwise, and answers then part."""
     slots = list(range(count))
@@ -91,7 +96,7 @@ def test_steps_may_be_launched_ahead(executor: CudaExecutor) -> None:
 
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(0.9, 20, 0.95, 0.01, 3)])
 def test_padded_rows_write_to_no_page(executor: CudaExecutor, sampling: Sampling) -> None:
-    slots = [1, 5, 6]
+    slots = [1, 2, 5, 6, 8]  # Padded to six.
     for cache in executor._runner.caches:
         cache.zero_()
     torch.cuda.synchronize()
@@ -103,6 +108,86 @@ def test_padded_rows_write_to_no_page(executor: CudaExecutor, sampling: Sampling
     for old, new in zip(before, executor._runner.caches, strict=True):
         changed = (old != new).any(-1).any(2).any(1).nonzero().tolist()
         assert changed == [[1 + slot * PAGES_EACH + len(PROMPTS[slot]) // PAGE_SIZE, len(PROMPTS[slot]) % PAGE_SIZE] for slot in slots]
+
+
+def count_replays(executor: CudaExecutor, monkeypatch: pytest.MonkeyPatch) -> list[Sizes]:
+    """The inputs of each graph that is replayed from now on."""
+    replays: list[Sizes] = []
+    replay = executor._graphs.replay
+
+    def counted(sizes: Sizes, greedy: bool) -> torch.Tensor:
+        replays.append(sizes)
+        return replay(sizes, greedy)
+
+    monkeypatch.setattr(executor._graphs, "replay", counted)
+    return replays
+
+
+def mixed_steps(executor: CudaExecutor, sampling: Sampling) -> tuple[list[int], list[int]]:
+    """Three decodes, a chunk that is not the last, one that is, and a whole prompt; then, by what that left, decodes and the rest."""
+    for slot in (1, 4, 6):
+        run(executor, row(slot, 0, PROMPTS[slot]))
+    run(executor, row(9, 0, PROMPTS[9][:50], samples=False))
+    decodes = [row(slot, len(PROMPTS[slot]), [], sampling=sampling) for slot in (1, 4, 6)]
+    chunks = [row(8, 0, PROMPTS[8][:30], samples=False), row(9, 50, PROMPTS[9][50:], sampling=sampling), row(3, 0, PROMPTS[3])]
+    first = executor.launch(StepPlan([*decodes, *chunks]))
+    decodes = [row(slot, len(PROMPTS[slot]) + (slot in (1, 4, 6)), [], sampling=sampling) for slot in (1, 4, 6, 9, 3)]
+    second = executor.launch(StepPlan([*decodes, row(8, 30, PROMPTS[8][30:])]))
+    return first.wait().token_ids, second.wait().token_ids
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(0.9, 20, 0.95, 0.01, 3)])
+def test_a_graph_with_chunks_draws_what_eager_steps_draw(
+    executor: CudaExecutor, monkeypatch: pytest.MonkeyPatch, sampling: Sampling
+) -> None:
+    with monkeypatch.context() as patch:
+        replays = count_replays(executor, patch)
+        captured = mixed_steps(executor, sampling)
+    assert [sizes.mixed for sizes in replays] == [True] * 6
+    with monkeypatch.context() as patch:
+        without_graphs(executor, patch)
+        eager = mixed_steps(executor, sampling)
+    assert [len(ids) for ids in captured] == [5, 6] == [len(ids) for ids in eager]
+    pairs = list(zip(captured[0] + captured[1], eager[0] + eager[1], strict=True))
+    assert sum(a == b for a, b in pairs) >= len(pairs) - 2, "a near tie may fall either way, and then its next token"
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 63, 100])
+def test_padded_tokens_write_to_no_page(executor: CudaExecutor, length: int) -> None:
+    run(executor, row(5, 0, PROMPTS[5]))
+    before = [cache.clone() for cache in executor._runner.caches]
+    last_S = executor._runner.last_token_id_S.clone()
+    torch.cuda.synchronize()
+    ids = list(range(7, 7 + length))
+    assert run(executor, row(5, len(PROMPTS[5]), []), row(2, 30, ids, samples=False)).token_ids
+    expected = {(1 + 2 * PAGES_EACH + place // PAGE_SIZE, place % PAGE_SIZE) for place in range(30, 30 + length)}
+    expected |= {(1 + 5 * PAGES_EACH + len(PROMPTS[5]) // PAGE_SIZE, len(PROMPTS[5]) % PAGE_SIZE)}
+    for old, new in zip(before, executor._runner.caches, strict=True):
+        changed = {(page, slot) for page, slot in (old != new).any(-1).any(2).any(1).nonzero().tolist()}
+        # What an earlier test wrote with the same ids may stay as it is.
+        assert changed <= expected
+    changed_slots = (executor._runner.last_token_id_S != last_S).nonzero().flatten().tolist()
+    assert set(changed_slots) <= {5, SLOTS}
+
+
+def test_contexts_outgrow_a_graph(executor: CudaExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decodes that pass 1024 tokens, beyond which wider graphs take over, and a chunk whose attention is too much for a graph."""
+    ids = [(31 * place + place // 7) % 1000 for place in range(1021)]
+    pages = list(range(1, 20))
+
+    def generate_long() -> list[int]:
+        drawn = run(executor, Row(0, 0, 1000, ids[:1000], pages, False, GREEDY)).token_ids
+        drawn += run(executor, Row(0, 1000, 21, ids[1000:], pages, True, GREEDY)).token_ids
+        return drawn + [run(executor, Row(0, 1021 + step, 1, [], pages, True, GREEDY)).token_ids[0] for step in range(8)]
+
+    with monkeypatch.context() as patch:
+        replays = count_replays(executor, patch)
+        captured = generate_long()
+    assert [(sizes.mixed, sizes.pages) for sizes in replays[1:]] == [(False, 16)] * 3 + [(False, 64)] * 5 and replays[0].mixed
+    with monkeypatch.context() as patch:
+        without_graphs(executor, patch)
+        eager = generate_long()
+    assert captured[:3] == eager[:3] and len(captured) == len(eager) == 9
 
 
 def test_a_graph_that_draws_is_right_for_its_greedy_rows(executor: CudaExecutor) -> None:
@@ -164,13 +249,14 @@ def test_nothing_waits_for_the_device(executor: CudaExecutor) -> None:
         [row(0, len(PROMPTS[0]), [])],
         [row(0, len(PROMPTS[0]) + 1, [], sampling=Sampling(0.8, 0, 0.9, 0.0, 1))],
         [row(0, len(PROMPTS[0]) + 2, []), row(1, 0, PROMPTS[1])],
+        [row(0, len(PROMPTS[0]) + 3, []), *(row(slot, 0, (PROMPTS[9] * 3)[:250]) for slot in (2, 3, 4))],
     ]
     torch.cuda.set_sync_debug_mode("error")
     try:
         tickets = [executor.launch(StepPlan(rows)) for rows in plans]
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert [len(ticket.wait().token_ids) for ticket in tickets] == [1, 1, 2]
+    assert [len(ticket.wait().token_ids) for ticket in tickets] == [1, 1, 2, 4]
 
 
 def test_the_pool_takes_what_memory_is_left(model_dir: Path) -> None:

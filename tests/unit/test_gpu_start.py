@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from inference_service.config import ConfigError, load_config
-from inference_service.execution.graphs import buckets
+from inference_service.execution.graphs import buckets, decode_sizes, mixed_sizes
 from inference_service.execution.memory import GIB, Needs
+from inference_service.execution.packed_inputs import Sizes, SlotTable
 from inference_service.execution.tuning import Tuning, load_tuning, save_tuning, tuning_file
 
 NEEDS = Needs(total=100 * GIB, loaded=60 * GIB, graphs=2 * GIB, activations=3 * GIB)
@@ -20,7 +21,19 @@ def test_every_batch_has_a_graph_of_at_most_half_as_many_rows_more(most: int) ->
     sizes = buckets(most)
     assert sizes == sorted(set(sizes)) and sizes[0] == 1 and sizes[-1] == most
     for rows in range(8, most + 1):
-        assert min(size for size in sizes if size >= rows) < rows + max(8, rows / 2)
+        assert min(size for size in sizes if size >= rows) < rows + max(4, rows / 4 + 1)
+
+
+def test_every_decode_step_has_a_graph_and_short_contexts_a_narrow_one() -> None:
+    slots = SlotTable(256, 256, 64)
+    decodes = decode_sizes(256, slots)
+    assert {sizes.pages for sizes in decodes if sizes.tokens == 1} == {16, 64, 256}
+    assert all(any(sizes.holds(Sizes(rows, rows, rows, 256)) for sizes in decodes) for rows in range(1, 257))
+    mixed = mixed_sizes(256, 300, slots)
+    assert [(sizes.tokens, sizes.rows) for sizes in mixed][-2:] == [(192, 192), (256, 256)]
+    assert not any(sizes.holds(Sizes(1, 1, 1, 16)) for sizes in mixed)
+    # A table that is narrower than all that is captured for.
+    assert {sizes.pages for sizes in decode_sizes(4, SlotTable(4, 3, 16))} == {16}
 
 
 def test_the_pool_gets_what_the_fraction_leaves() -> None:

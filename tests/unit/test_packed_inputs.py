@@ -31,8 +31,11 @@ def assert_same(rows: list[Row], step: PackedStep, fields: Fields) -> None:
     expected = pack(StepPlan(rows), PAGE_SIZE)
     tensors, count, samples = expected.tensors, len(rows), expected.samples
     tokens = sum(expected.lengths)
-    assert step.lengths[:count] == expected.lengths and step.contexts[:count] == expected.contexts
-    for name, size in (("token_ids_T", tokens), ("positions_T", tokens), ("row_T", tokens), ("contexts_R", count)):
+    assert step.lengths_R.tolist() == expected.lengths and step.contexts_R.tolist() == expected.contexts
+    assert fields.token_ids_T[: step.decodes].tolist() == [-1] * step.decodes
+    assert fields.token_ids_T[step.decodes : tokens].tolist() == tensors.token_ids_T[step.decodes :].tolist()
+    assert fields.slots_R[:count].tolist() == [row.slot for row in rows]
+    for name, size in (("positions_T", tokens), ("row_T", tokens), ("contexts_R", count)):
         assert getattr(fields, name)[:size].tolist() == getattr(tensors, name).tolist(), name
     for name in ("last_N", "slots_N"):
         assert getattr(fields, name)[:samples].tolist() == getattr(tensors, name).tolist(), name
@@ -72,7 +75,12 @@ def test_any_sequence_of_steps_is_packed_as_the_plain_way_does(seed: int) -> Non
             ids = [rng.randrange(1, 300) for _ in range(length)] if new else []
             rows.append(Row(slot, starts[slot], length, ids, pages[slot], not new or rng.random() < 0.7, sampling[slot]))
             starts[slot] += length
-        step, fields = fill(slots, rows)
+        if rng.random() < 0.5:
+            step, fields = fill(slots, rows)
+        else:
+            tokens = sum(row.length for row in rows) + rng.randint(0, 9)
+            step, fields = fill(slots, rows, Sizes(tokens, SLOTS, SLOTS, slots.max_pages, mixed=True))
+            assert_padding_is_inert(rows, fields)
         assert_same(rows, step, fields)
         assert step.decodes == sum(row.is_decode for row in rows)
         for slot in list(pages):
@@ -83,21 +91,45 @@ def test_any_sequence_of_steps_is_packed_as_the_plain_way_does(seed: int) -> Non
                 pages[slot][rng.randrange(len(pages[slot]))] = rng.randrange(1000)
 
 
-def test_padded_rows_write_nothing_and_read_one_slot() -> None:
+def assert_padding_is_inert(rows: list[Row], fields: Fields) -> None:
+    """Whatever is left over writes nothing, draws into the padding slot, and looks up what exists."""
+    tokens, samples = sum(row.length for row in rows), sum(row.samples for row in rows)
+    assert (fields.positions_T[tokens:] < 0).all() and (fields.positions_T[:tokens] >= 0).all()
+    assert (fields.slots_R[len(rows) :] == SLOTS).all() and (fields.slots_N[samples:] == SLOTS).all()
+    assert not fields.last_N[samples:].any() and not fields.temperature_N[samples:].any()
+    assert all(0 <= row < max(1, len(rows)) for row in fields.row_T.tolist())
+    assert (fields.contexts_R > 0).all() and (fields.top_k_N != 0).all()
+
+
+def test_padded_rows_are_twins_of_the_row_with_the_shortest_context() -> None:
     slots = SlotTable(SLOTS, MAX_PAGES, PAGE_SIZE)
-    rows = [Row(slot, 6, 1, [], [slot, slot + 1], True, Sampling(0.5, 3, 0.9, 0.2, 7)) for slot in (4, 2, 9)]
-    for real in (rows, []):
-        step, fields = fill(slots, real, Sizes(8, 8, 8, MAX_PAGES))
-        if real:
-            assert_same(real, step, fields)
-        assert step.decodes == 8 and step.greedy == (not real)
-        padded = slice(len(real), None)
-        assert set(fields.positions_T[padded].tolist()) == {-1}
-        assert set(fields.contexts_R[padded].tolist()) == {1}
-        assert set(fields.slots_N[padded].tolist()) == {SLOTS}
-        assert set(fields.temperature_N[padded].tolist()) == {0.0}
-        assert not fields.pages_RM[padded].any()
-        assert fields.row_T.tolist() == list(range(8))
+    starts = {4: 6, 2: 5, 9: 7}
+    rows = [Row(slot, start, 1, [], [slot, slot + 1], True, Sampling(0.5, 3, 0.9, 0.2, 7)) for slot, start in starts.items()]
+    step, fields = fill(slots, rows, Sizes(8, 8, 8, MAX_PAGES))
+    assert_same(rows, step, fields)
+    assert_padding_is_inert(rows, fields)
+    assert step.decodes == 3 and not step.greedy
+    padded = slice(3, None)
+    assert set(fields.token_ids_T.tolist()) == {-1} and set(fields.row_T[padded].tolist()) == {1}
+    assert set(fields.positions_T[padded].tolist()) == {-1 - 5} and set(fields.contexts_R[padded].tolist()) == {6}
+    assert all(pages == fields.pages_RM[1].tolist() for pages in fields.pages_RM[padded].tolist())
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_step_of_nothing_but_padding_writes_nothing_and_reads_one_slot(mixed: bool) -> None:
+    step, fields = fill(SlotTable(SLOTS, MAX_PAGES, PAGE_SIZE), [], Sizes(16, 8, 8, MAX_PAGES, mixed))
+    assert_padding_is_inert([], fields)
+    assert step.greedy and set(fields.positions_T.tolist()) == {-1} and set(fields.contexts_R.tolist()) == {1}
+    assert not fields.pages_RM.any() and not fields.token_ids_T.any() and not fields.row_T.any()
+
+
+def test_padded_tokens_of_a_chunk_are_twins_of_its_first() -> None:
+    rows = [Row(3, 4, 5, [11, 12, 13, 14, 15], [7, 8, 9], False, GREEDY)]
+    step, fields = fill(SlotTable(SLOTS, MAX_PAGES, PAGE_SIZE), rows, Sizes(16, 12, 12, MAX_PAGES, mixed=True))
+    assert_padding_is_inert(rows, fields)
+    assert step.decodes == 0 and step.greedy
+    assert fields.token_ids_T.tolist() == [11, 12, 13, 14, 15] + [11] * 11
+    assert fields.positions_T.tolist() == [4, 5, 6, 7, 8] + [-5] * 11
 
 
 def test_fields_are_aligned_and_do_not_overlap() -> None:

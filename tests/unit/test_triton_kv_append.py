@@ -48,6 +48,6 @@ def test_kv_append(
     torch.testing.assert_close(kv.float(), kv32, equal_nan=True, atol=tolerance, rtol=tolerance)
 
     kv.fill_(float("nan"))
-    padded = StepLayout(0, [], [], torch.full_like(layout.positions_T, -1), layout.row_T, wide, place)
-    assert fused(qkv, norms, kv, fused.plan(padded, kv, table)).isfinite().all()
+    padded = StepLayout(0, [], [], -1 - layout.positions_T, layout.row_T, wide, place)
+    assert fused(qkv, norms, kv, fused.plan(padded, kv, table)).equal(q)
     assert kv.isnan().all()
