@@ -17,6 +17,7 @@ from pathlib import Path
 from rich.console import Console
 
 from inference_service.config import ConfigError
+from inference_service.models.synthetic_tokenizer import servable_directory
 
 HUB_FILES = ["*.safetensors", "*.json", "*.jinja"]
 """What is taken from a hub: nothing that runs code when it is loaded, such as a pickle."""
@@ -69,7 +70,7 @@ def resolve_model(path: str) -> Path:
     if path in FETCHABLE:
         return fetch(path)
     if (shape := _shape(path)) is not None:
-        return shape
+        return servable_directory(shape, cache_directory() / "shapes")
     if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", path):
         return _from_hub(path)
     raise ConfigError(

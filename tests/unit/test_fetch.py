@@ -57,9 +57,12 @@ def test_directory_wins_over_every_name(tmp_path: Path, monkeypatch: pytest.Monk
 def test_name_of_a_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = tmp_path / "configs" / "models" / "a-shape"
     directory.mkdir(parents=True)
-    (directory / "config.json").write_text("{}")
+    (directory / "config.json").write_text('{"vocab_size": 300}')
     monkeypatch.chdir(tmp_path)
-    assert resolve_model("a-shape") == directory
+    monkeypatch.setenv("INFERENCE_SERVICE_CACHE", str(tmp_path / "cache"))
+    served = resolve_model("a-shape")
+    assert (served / "config.json").read_text() == (directory / "config.json").read_text()
+    assert (served / "tokenizer.json").exists() and not (directory / "tokenizer.json").exists()
 
 
 def test_hub_that_does_not_answer_is_a_clear_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
