@@ -5,7 +5,7 @@ Shapes as in `attention`, and L slots of the page table's width.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Protocol
 
@@ -55,6 +55,21 @@ class TritonPagedAttention:
     def __call__(self, q_THD: Tensor, kv_P2HSD: Tensor, plan: PagedPlan) -> Tensor:
         layout = plan.layout
         o_THD: Tensor = self._attend(q_THD, kv_P2HSD, layout.positions_T, layout.row_T, layout.pages_RM, plan.splits)
+        return o_THD
+
+
+class TritonDecode(TritonPagedAttention):
+    """The same kernel for decode rows alone, as `attention.Attention` has it."""
+
+    def plan(self, layout: StepLayout, kv_P2HSD: Tensor, heads: int) -> PagedPlan:
+        rows = layout.decodes
+        decodes = replace(layout, positions_T=layout.positions_T[:rows], row_T=layout.row_T[:rows], pages_RM=layout.pages_RM[:rows])
+        return super().plan(decodes, kv_P2HSD, heads)
+
+    def __call__(self, q_THD: Tensor, kv_P2HSD: Tensor, plan: PagedPlan, o_THD: Tensor | None = None) -> Tensor:
+        layout = plan.layout
+        o_THD = self._attend(q_THD, kv_P2HSD, layout.positions_T, layout.row_T, layout.pages_RM, plan.splits, o_THD)
+        assert o_THD is not None
         return o_THD
 
 

@@ -147,6 +147,17 @@ GEN = "not implemented here; FlashInfer has it for sm_100 and sm_103, as binarie
 TABLE: tuple[Row, ...] = (
     Row(
         "attention_decode",
+        "triton",
+        attention_mixed.TritonDecode,
+        architectures=GPUS - {"sm_75"},
+        dtypes=HALVES,
+        elsewhere=NO_TRITON,
+        otherwise=NO_HALF,
+        limit=_paged,
+        requires=TRITON,
+    ),
+    Row(
+        "attention_decode",
         "xqa",
         flashinfer_xqa.XqaDecode,
         architectures=frozenset({"sm_90", "sm_100", "sm_103", "sm_120", "sm_121"}),

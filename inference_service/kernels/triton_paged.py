@@ -121,15 +121,26 @@ def _combine(o_THXD, weight_THX, o_THD, HEAD_DIM: tl.constexpr, SPLITS: tl.const
 
 
 def attend(
-    q_THD: Tensor, kv_P2HSD: Tensor, positions_T: Tensor, row_T: Tensor, pages_RM: Tensor, splits: int = 1, stages: int = 3, warps: int = 4
+    q_THD: Tensor,
+    kv_P2HSD: Tensor,
+    positions_T: Tensor,
+    row_T: Tensor,
+    pages_RM: Tensor,
+    splits: int = 1,
+    o_THD: Tensor | None = None,
+    stages: int = 3,
+    warps: int = 4,
 ) -> Tensor:
-    """o_THD, contiguous. Positions are as in `StepAttention`. `splits` is a power of two; at most 16 query heads share a KV head; D is a
-    power of two; query, cache and the rows of `pages_RM` are contiguous."""
+    """o_THD, contiguous; made where it is not given. Positions are as in `StepAttention`.
+
+    `splits` is a power of two; at most 16 query heads share a KV head; D is a power of two; query, cache and the rows of `pages_RM` are
+    contiguous.
+    """
     assert q_THD.is_contiguous() and kv_P2HSD.is_contiguous() and pages_RM.stride(1) == 1
     (tokens, heads, head_dim), device = q_THD.shape, q_THD.device
     _, _, kv_heads, page_size, _ = kv_P2HSD.shape
     assert positions_T.shape == row_T.shape == (tokens,) and heads % kv_heads == 0 and heads <= 16 * kv_heads
-    o_THD = torch.empty_like(q_THD)
+    o_THD = torch.empty_like(q_THD) if o_THD is None else o_THD
     parts = (tokens, heads, splits) if splits > 1 else (0, 0, 0)
     o_THXD = torch.empty(*parts, head_dim, dtype=torch.float32, device=device)
     weight_THX = torch.empty(parts, dtype=torch.float32, device=device)

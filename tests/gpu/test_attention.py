@@ -87,7 +87,7 @@ def assert_near(ours: Tensor, expected: Tensor) -> None:
 
 
 @pytest.mark.parametrize("contexts", DECODES, ids=len)
-@pytest.mark.parametrize("name", ["xqa", "fa2"])
+@pytest.mark.parametrize("name", ["triton", "xqa", "fa2"])
 @pytest.mark.parametrize("shape", [QWEN, replace(QWEN, page_size=16), replace(QWEN, kv_heads=32), SMOLLM], ids=str)
 def test_decode(name: str, shape: Shape, contexts: list[int]) -> None:
     kv, layout = make_cache(shape), make_layout(shape, contexts, [])
@@ -105,7 +105,7 @@ def test_prefill(name: str, shape: Shape, chunks: list[tuple[int, int]]) -> None
 
 
 @pytest.mark.parametrize("prefill", ["fa2", "fa3", "fmha_v2"])
-@pytest.mark.parametrize("decode", ["xqa", "fa2"])
+@pytest.mark.parametrize("decode", ["triton", "xqa", "fa2"])
 def test_a_mixed_step(decode: str, prefill: str) -> None:
     attention = SplitAttention(backend("attention_decode", decode), backend("attention_prefill", prefill))
     kv = make_cache(QWEN)

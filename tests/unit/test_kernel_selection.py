@@ -70,12 +70,12 @@ def test_the_first_that_can_is_the_default() -> None:
     ("architecture", "decode", "prefill"),
     [
         ("sm_75", "torch", "torch"),
-        ("sm_80", "fa2", "fa2"),
-        ("sm_89", "fa2", "fa2"),
-        ("sm_90", "xqa", "fa3"),
-        ("sm_100", "xqa", "fa2"),
-        ("sm_110", "fa2", "fa2"),
-        ("sm_121", "xqa", "fa2"),
+        ("sm_80", "triton", "fa2"),
+        ("sm_89", "triton", "fa2"),
+        ("sm_90", "triton", "fa3"),
+        ("sm_100", "triton", "fa2"),
+        ("sm_110", "triton", "fa2"),
+        ("sm_121", "triton", "fa2"),
         ("x86_64", "torch", "torch"),
     ],
 )
@@ -118,7 +118,7 @@ def test_the_measured_backend_comes_before_the_default_and_after_the_forced() ->
     measured = {"attention_prefill": "fmha_v2", "attention_decode": "trtllm-gen", "norm": "no longer known"}
     automatic = {choice.row.operator: choice for choice in select(Kernels(), here, measured)}
     assert automatic["attention_prefill"].message() == Kernel("attention_prefill", "fmha_v2", "measured fastest here")
-    assert automatic["attention_decode"].row.backend == "xqa"
+    assert automatic["attention_decode"].row.backend == "triton"
     assert automatic["norm"].row.backend == "flashinfer"
     forced = {choice.row.operator: choice.row.backend for choice in select(Kernels(attention_prefill="fa2"), here, measured)}
     assert forced["attention_prefill"] == "fa2"
