@@ -20,7 +20,7 @@ from inference_service.telemetry.spans import Request, join, read_spans
 
 REQUESTS = 200
 USERS = 4
-RUN_S = 90
+RUN_S = 120
 ROOT = Path(__file__).parents[1]
 
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import grpc
@@ -75,14 +78,14 @@ async def _serve(config: Config, model_dir: Path) -> None:
 
 async def _listen(config: Config, servicer: InferenceServicer, lifecycle: Lifecycle) -> tuple[grpc.aio.Server, str]:
     """A started server and its address. The port is bound before the model is loaded, so that a taken one is known at once."""
-    server = grpc.aio.server(
-        options=[
-            # On by default, it would let a second server bind the same port in silence.
-            ("grpc.so_reuseport", 0),
-            ("grpc.max_receive_message_length", config.server.max_message_mib * 2**20),
-            ("grpc.http2.min_ping_interval_without_data_ms", 5000),
-        ]
-    )
+    options = [
+        # On by default, it would let a second server bind the same port in silence.
+        ("grpc.so_reuseport", 0),
+        ("grpc.max_receive_message_length", config.server.max_message_mib * 2**20),
+        ("grpc.http2.min_ping_interval_without_data_ms", 5000),
+    ]
+    with _threads_that_do_not_preempt():
+        server = grpc.aio.server(options=options)
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, server)
     health_pb2_grpc.add_HealthServicer_to_server(lifecycle.health, server)
     names_served = [service.full_name for service in inference_pb2.DESCRIPTOR.services_by_name.values()]
@@ -96,6 +99,23 @@ async def _listen(config: Config, servicer: InferenceServicer, lifecycle: Lifecy
     await lifecycle.publish()
     await server.start()
     return server, f"{host}:{port}"
+
+
+@contextmanager
+def _threads_that_do_not_preempt() -> Iterator[None]:
+    """Threads that begin here let a running one go on when they are woken.
+
+    gRPC's completion thread is woken for every message written. Where it takes the core from the event loop each time, a message costs
+    half as much again; like this it finds the completions of a whole step at once.
+    """
+    if not hasattr(os, "SCHED_BATCH"):
+        yield
+        return
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    try:
+        yield
+    finally:
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
 
 
 async def _until_ready(engine: EngineClient, lifecycle: Lifecycle) -> None:
