@@ -13,6 +13,7 @@ from torch import Tensor
 from inference_service.config import Config
 from inference_service.engine.step import Executor, ExecutorInfo, StepPlan, StepResult, Ticket
 from inference_service.execution.batch import InputBuffers, Step, pack
+from inference_service.execution.device import find_device
 from inference_service.execution.loading import Report, load_model
 from inference_service.execution.memory import cpu_pages
 from inference_service.execution.sampler import sample, to_logprobs
@@ -37,11 +38,11 @@ class StepTicket:
 class TorchExecutor:
     """Runs steps in the order of their launch, on a single thread, which is the only one that touches tensors on the device."""
 
-    def __init__(self, model: Decoder, caches: list[Tensor], buffers: InputBuffers, info: ExecutorInfo, threads: int) -> None:
+    def __init__(self, model: Decoder, caches: list[Tensor], buffers: InputBuffers, info: ExecutorInfo, worker: ThreadPoolExecutor) -> None:
         self.info = info
         self._model, self._caches, self._buffers = model, caches, buffers
         self._page_size = caches[0].shape[3]
-        self._worker = ThreadPoolExecutor(1, "executor", initializer=_start_worker, initargs=(threads,))
+        self._worker = worker
 
     def launch(self, plan: StepPlan) -> Ticket:
         return StepTicket(self._worker.submit(self._run, pack(plan, self._page_size)))
@@ -66,27 +67,33 @@ def build_executor(config: Config, model_dir: Path, progress: Report) -> Executo
 
     Raises ConfigError or ModelError, which name the key, or the file and the tensor.
     """
-    _set_threads(config.device.threads)
-    loaded = load_model(config, model_dir, progress)
-    if loaded.target.device.type == "cuda":
+    if find_device(config).device.type == "cuda":
         from inference_service.execution.cuda_start import build_cuda_executor
 
-        return build_cuda_executor(config, loaded, progress)
+        return build_cuda_executor(config, load_model(config, model_dir, progress), progress)
+    # All that computes, loading included, runs on this thread. OpenMP keeps a team for each thread that computes, and with more threads
+    # than cores in all its teams it puts them to sleep between operations: a decode step takes half as long again.
+    worker = ThreadPoolExecutor(1, "executor", initializer=_start_worker, initargs=(config.device.threads,))
+    try:
+        return worker.submit(_build, config, model_dir, progress, worker).result()
+    except BaseException:
+        worker.shutdown()
+        raise
+
+
+def _build(config: Config, model_dir: Path, progress: Report, worker: ThreadPoolExecutor) -> TorchExecutor:
+    loaded = load_model(config, model_dir, progress)
     shape, page_size = loaded.shape, config.cache.page_size
     pages = cpu_pages(config, shape, loaded.dtype)
     progress(f"KV cache: {pages:,} pages of {page_size} tokens, {pages * page_size:,} tokens")
     caches = loaded.model.new_cache(pages, page_size, loaded.target.device)
     buffers = InputBuffers(config.batch.max_requests, config.batch.step_tokens, -(-shape.max_context // page_size), loaded.target.device)
-    return TorchExecutor(loaded.model, caches, buffers, loaded.info(pages), config.device.threads)
+    return TorchExecutor(loaded.model, caches, buffers, loaded.info(pages), worker)
 
 
 def _start_worker(threads: int) -> None:
     """The number of OpenMP threads belongs to the thread that starts them, and so does their priority: on a CPU the front end, which has
     little to do but must do it at once, goes before the computing."""
     os.nice(COMPUTE_NICE)
-    _set_threads(threads)
-
-
-def _set_threads(threads: int) -> None:
     if threads:
         torch.set_num_threads(threads)
