@@ -7,6 +7,7 @@ import gc
 import logging
 import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -131,8 +132,11 @@ async def _until_ready(engine: EngineClient, lifecycle: Lifecycle) -> None:
 async def _tick(config: Config, engine: EngineClient, servicer: InferenceServicer) -> None:
     """What has to be looked after now and then: an engine that says nothing, readers that take nothing, the load."""
     while True:
+        before_s = time.monotonic()
         await asyncio.sleep(TICK_S)
-        silence_s = engine.silence_s()
+        # While this process was paused itself, or too busy, it could not hear anything.
+        deaf_s = time.monotonic() - before_s - TICK_S
+        silence_s = engine.silence_s() - deaf_s
         if engine.ready is not None and silence_s > config.server.engine_timeout_s:
             engine.lose(f"nothing heard of it for {silence_s:.0f} s")
         servicer.cut_off_stuck()

@@ -91,7 +91,7 @@ def test_graphs_draw_what_eager_steps_draw(executor: CudaExecutor, monkeypatch: 
 def test_steps_may_be_launched_ahead(executor: CudaExecutor) -> None:
     ahead, one_by_one = (generate(executor, [0, 4, 7, 9], 40, overlap=overlap) for overlap in (True, False))
     assert sum(a == b for a, b in zip(ahead, one_by_one, strict=True)) >= 3, "the experts' kernel adds in no fixed order"
-    assert len({token for ids in ahead for token in ids}) > 8
+    assert len(set(map(tuple, ahead))) == 4, "each slot has its own answer"
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(0.9, 20, 0.95, 0.01, 3)])
