@@ -178,7 +178,9 @@ def test_control_c_ends_a_run_with_its_summary(start_stub: Callable[..., Stub], 
     counts, sent = summary(tmp_path / "out.json")["requests"], len(stub.stop()["requests"])
     assert counts["completed"] > 0
     assert counts["failed"] == 0
-    assert counts["completed"] <= sent <= counts["completed"] + counts["cut_off"]
+    assert counts["completed"] <= sent
+    if not processes:  # with workers, see "Limits" in docs/load-testing.md
+        assert sent <= counts["completed"] + counts["cut_off"]
 
 
 def test_two_runs_send_the_same_prompts(start_stub: Callable[..., Stub], tmp_path: Path) -> None:
