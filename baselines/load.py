@@ -65,7 +65,13 @@ def processes(cell: Cell, most: int) -> int:
 
 def _command(file: Path, config: Config, url: str, cell: Cell, shape: Shape, part: int, window_s: float, output: Path) -> list[str]:
     settings = {
+        "loadtest.arrival": "closed",
+        "loadtest.stages": [],
+        "loadtest.trace": "",
+        "loadtest.repeats": 1,
+        "loadtest.search": False,
         "loadtest.duration_s": window_s,
+        "loadtest.drain_s": 0,
         "loadtest.warmup_requests": 1,
         "loadtest.warmup_s": _MIXED_WARMUP_S if len(cell.shapes) > 1 else 0,
         "loadtest.seed": cell.seed(config.loadtest.seed, part),
@@ -87,10 +93,10 @@ def _command(file: Path, config: Config, url: str, cell: Cell, shape: Shape, par
 
 
 def _summary(output: Path, log: Path) -> dict[str, Any]:
-    """A run with failed requests has one too."""
+    """A run with failed requests has one too. Read as plain JSON, since rows are kept as such."""
     try:
-        summary = json.loads(output.read_text())
-    except (OSError, json.JSONDecodeError):
+        (summary,) = json.loads(output.read_text())["levels"]
+    except (OSError, ValueError):
         lines = log.read_text(errors="replace").strip().splitlines()
         errors = [line for line in lines if "ERROR" in line] or lines[-1:] or ["no output"]
         raise LoadError(f"the load generator: {errors[0]}") from None

@@ -22,6 +22,8 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
 from rich.console import Console
 
+from loadgen._verdict import UNTRUSTED
+
 ROOT = Path(__file__).parents[1]
 OUT = ROOT / ".demo"
 LOG = OUT / "server.log"
@@ -47,6 +49,8 @@ def main() -> None:
             *("locust", "-f", "loadgen", "--headless", "-u", "4", "-t", "20s", "--only-summary"),
             *("--loadgen-config", str(CONFIG), "--target", f"grpc://{target}"),
             *("--set", f"loadtest.trace_file={CLIENT_TRACES}", "--json-out", str(OUT / "loadtest.json")),
+            # The service and its load share this machine's cores, and the load generator says so.
+            accepted=(0, UNTRUSTED),
         )
     # The server has stopped, so all its spans are written.
     run("inference-service", "traces", "--slowest", "3", str(SERVER_TRACES), str(CLIENT_TRACES))
@@ -101,11 +105,11 @@ def stop(server: subprocess.Popen[bytes]) -> None:
         server.wait()
 
 
-def run(*command: str) -> None:
+def run(*command: str, accepted: tuple[int, ...] = (0,)) -> None:
     """Run one of our commands in the foreground; exits if it fails."""
     line = program(*command)
     show(line)
-    if status := subprocess.run(line, cwd=ROOT).returncode:
+    if (status := subprocess.run(line, cwd=ROOT).returncode) not in accepted:
         sys.exit(f"{command[0]} failed with status {status}; the server's log is {LOG.relative_to(ROOT)}")
 
 

@@ -1,112 +1,136 @@
-"""The summary of a run: as a table and as JSON."""
+"""The result of a run: as tables and as JSON."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import msgspec
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from inference_service.config import Config
-from loadgen._histogram import Histogram
-from loadgen._measures import Measures
+from loadgen._result import Interval, Level, Repeated, Result, Spread
 
-PERCENTILES = (50, 90, 95, 99)
+FIGURES = {"mean": "mean", "p50": "p50", "p90": "p90", "p95": "p95", "p99": "p99", "p99_9": "p99.9", "max": "max"}
+"""By their names in Spread."""
 LATENCIES = {"ttft_ms": "TTFT", "tpot_ms": "TPOT", "itl_ms": "ITL", "e2e_ms": "E2E"}
+_MORE = {
+    "scheduled_ttft_ms": "TTFT, from due",
+    "scheduled_e2e_ms": "E2E, from due",
+    "server_ttft_ms": "TTFT, server's",
+    "queue_ms": "queue",
+    "user_tokens_per_s": "user tokens/s",
+}
+"""Shown where there are samples."""
+REPEATED = {"tokens.output_per_s": "tokens/s", "ttft_ms.p50": "TTFT p50", "tpot_ms.p50": "TPOT p50", "e2e_ms.p50": "E2E p50"}
+"""By path in Level: what is said of repeats."""
 
 
-def summarize(measures: Measures, config: Config, target: str, users: int) -> dict[str, Any]:
-    """The JSON object of a run. Latencies are milliseconds; rates are over the window, from the first user's start to the last's end."""
-    loadtest, seconds = config.loadtest, measures.duration_s
-    per_s = (lambda count: count / seconds) if seconds else (lambda count: 0.0)
-    return {
-        "target": target,
-        "concurrency": users,
-        "mean_in_flight": per_s(measures.in_flight_ns / 1e9),
-        "duration_s": seconds,
-        "workload": msgspec.to_builtins(loadtest.workload),
-        "seed": loadtest.seed,
-        "timeout_s": loadtest.timeout_s,
-        "requests": {
-            "completed": measures.completed,
-            "failed": measures.failed,
-            "cut_off": measures.cut_off,
-            "completed_per_s": per_s(measures.completed),
-        },
-        "errors": msgspec.to_builtins(measures.errors),
-        "tokens": {
-            "input": measures.input_tokens,
-            "cached": measures.cached_tokens,
-            "output": measures.output_tokens,
-            "input_per_s": per_s(measures.input_tokens),
-            "output_per_s": per_s(measures.output_tokens),
-        },
-        "ttft_ms": _latency(measures.ttft),
-        "tpot_ms": _latency(measures.tpot),
-        "itl_ms": _latency(measures.itl),
-        "e2e_ms": _latency(measures.e2e),
-        "receive_lag_ms": _latency(measures.receive_lag),
-        "client_cpu": {"mean": measures.cpu_ns / measures.wall_ns if measures.wall_ns else None, "busiest": measures.busiest_cpu},
-    }
-
-
-def _latency(histogram: Histogram) -> dict[str, float | int | None]:
-    """None where nothing was measured: 0 would look like a very good result."""
-    if not histogram.count:
-        return {"count": 0, "mean": None, **{f"p{percent}": None for percent in PERCENTILES}, "max": None}
-    return {
-        "count": histogram.count,
-        "mean": histogram.mean / 1e6,
-        **{f"p{percent}": histogram.percentile(percent) / 1e6 for percent in PERCENTILES},
-        "max": histogram.largest / 1e6,
-    }
-
-
-def write_summary(summary: dict[str, Any], path: str) -> None:
+def write_result(result: Result, path: str) -> None:
     """Write the JSON file. Raises OSError."""
-    Path(path).write_text(json.dumps(summary, indent=2) + "\n")
+    Path(path).write_bytes(msgspec.json.format(msgspec.json.encode(result)) + b"\n")
 
 
-def print_summary(summary: dict[str, Any]) -> None:
-    requests, tokens, workload = summary["requests"], summary["tokens"], summary["workload"]
+def measures_of(level: Level) -> dict[str, Spread]:
+    """What to show of a level's distributions, by title."""
+    spreads: dict[str, Spread] = {title: getattr(level, name) for name, title in (LATENCIES | _MORE).items()}
+    return {title: spread for title, spread in spreads.items() if spread.count or title in LATENCIES.values()}
+
+
+def name_of(repeated: Repeated, levels: list[Level]) -> str:
+    """That of the first of them."""
+    return next(level.name for level in levels if (level.concurrency, level.rate) == (repeated.concurrency, repeated.rate))
+
+
+def print_result(result: Result) -> None:
     console = Console(highlight=False, soft_wrap=True)
+    for level in result.levels:
+        _print_level(console, result, level)
+    if len(result.levels) > 1:
+        console.print(_sweep_table(result))
+    if result.repeated:
+        console.print(_repeats_table(result))
+    if result.search:
+        best = result.search.best
+        console.print(f"\nhighest load within the SLO: {'none' if best is None else f'{best:g}'}")
+    if not result.verdict.trusted:
+        console.print("\nNOT TRUSTED: " + "; ".join(result.verdict.reasons), markup=False)
+
+
+def _print_level(console: Console, result: Result, level: Level) -> None:
+    requests, tokens, workload = level.requests, level.tokens, result.loadtest["workload"]
     console.print()
     console.print(
-        f"{summary['target']}, {workload['input_tokens']} tokens in, {workload['output_tokens']} out; "
-        f"concurrency {summary['concurrency']} (mean in flight {summary['mean_in_flight']:.2f}), {summary['duration_s']:.1f} s"
+        f"{result.target}, {workload['input_tokens']} tokens in, {workload['output_tokens']} out; "
+        f"{level.name} (mean in flight {level.mean_in_flight:.2f}), {level.duration_s:.1f} s",
+        markup=False,
     )
     console.print(
-        f"requests: {requests['completed']} completed ({requests['completed_per_s']:.2f}/s), {requests['failed']} failed, "
-        f"{requests['cut_off']} cut off by the end"
+        f"requests: {requests.completed} completed ({requests.completed_per_s:.2f}/s), {requests.failed} failed, "
+        f"{requests.cut_off} cut off by the end"
     )
     console.print(
-        f"tokens/s: {tokens['output_per_s']:.1f} output, {tokens['input_per_s']:.1f} input "
-        f"({tokens['cached']} of {tokens['input']} from the prefix cache)"
+        f"tokens/s: {tokens.output_per_s:.1f} output, {tokens.input_per_s:.1f} input "
+        f"({tokens.cached} of {tokens.input} from the prefix cache)"
     )
-    lag_ms, cpu = summary["receive_lag_ms"]["p99"], summary["client_cpu"]
-    if lag_ms is not None:
-        console.print(f"load generator: {lag_ms:.1f} ms late at p99; {cpu['mean']:.0%} of a core a process, {cpu['busiest']:.0%} at most")
-    for kind, errors in summary["errors"].items():
-        console.print(f"  {kind}: {errors['count']}, such as {errors['example']}", markup=False)
-    console.print(_latency_table(summary))
+    if level.slo and level.slo.share is not None:
+        console.print(f"SLO: {level.slo.share:.1%} of the requests kept it; goodput {requests.good_per_s:.2f}/s")
+    for reason in level.steady.reasons:
+        console.print(f"not steady: {reason}")
+    lag_ms, cpu = level.receive_lag_ms.p99, level.client_cpu
+    if lag_ms is not None and cpu.mean is not None:
+        console.print(f"load generator: {lag_ms:.1f} ms late at p99; {cpu.mean:.0%} of a core a process, {cpu.busiest:.0%} at most")
+    for kind, errors in level.errors.items():
+        console.print(f"  {kind}: {errors.count}, such as {errors.example}", markup=False)
+    console.print(_latency_table(level))
 
 
-def _latency_table(summary: dict[str, Any]) -> Table:
-    columns = ["mean", *(f"p{percent}" for percent in PERCENTILES), "max"]
-    table = Table("ms", *columns, "samples")
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for key, title in LATENCIES.items():
-        latency = summary[key]
-        table.add_row(title, *(_shown(latency[name]) for name in columns), str(latency["count"]))
+def _latency_table(level: Level) -> Table:
+    table = _table("ms", *FIGURES.values(), "samples")
+    for title, spread in measures_of(level).items():
+        table.add_row(title, *(_shown(getattr(spread, name)) for name in FIGURES), str(spread.count))
     return table
 
 
+def _sweep_table(result: Result) -> Table:
+    """One line a level."""
+    table = _table("level", "req/s", "tokens/s", "TTFT\np50", "\np99", "TPOT\np50", "\np99", "SLO", "trusted", title="all levels (ms)")
+    for level in result.levels:
+        table.add_row(
+            level.name,
+            f"{level.requests.completed_per_s:.2f}",
+            f"{level.tokens.output_per_s:.0f}",
+            *map(_shown, (level.ttft_ms.p50, level.ttft_ms.p99, level.tpot_ms.p50, level.tpot_ms.p99)),
+            "-" if level.slo is None else "met" if level.slo.met else "missed",
+            "yes" if level.verdict.trusted else "NO",
+        )
+    return table
+
+
+def _repeats_table(result: Result) -> Table:
+    table = _table("level", *REPEATED.values(), title="means of the repeats ± half their 95 % confidence intervals (ms)")
+    for repeated in result.repeated:
+        table.add_row(name_of(repeated, result.levels), *(_mean(repeated.figures.get(path)) for path in REPEATED))
+    return table
+
+
+def _table(first: str, *others: str, title: str | None = None) -> Table:
+    # Nine columns in 80 characters.
+    table = Table(first, *others, title=title, title_justify="left", box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    return table
+
+
+def _mean(interval: Interval | None) -> str:
+    if interval is None:
+        return "-"
+    half = interval.high - interval.mean
+    return f"{_shown(interval.mean)} ± {half:.{0 if half >= 10 else 1}f}"
+
+
 def _shown(milliseconds: float | None) -> str:
-    """Short enough for eight columns of an 80-character terminal."""
+    """Four digits or so."""
     if milliseconds is None:
         return "-"
-    return f"{milliseconds:.0f}" if milliseconds >= 1000 else f"{milliseconds:.2f}"
+    return f"{milliseconds:.{0 if milliseconds >= 1000 else 1 if milliseconds >= 100 else 2}f}"

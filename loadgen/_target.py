@@ -35,16 +35,45 @@ class ErrorClass(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """One prompt and how to continue it."""
+class Message:
+    """A message of a chat."""
 
-    token_ids: list[int]
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt, which is in exactly one of its three forms, and how to continue it."""
+
     output_tokens: int
-    """Exactly so many are asked for: the end-of-sequence token is ignored."""
-    temperature: float
-    top_p: float
-    seed: int | None
-    """None: the server draws one."""
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    messages: tuple[Message, ...] = ()
+    exact: bool = True
+    """The answer has exactly `output_tokens`: the end-of-sequence token is ignored. Else at most so many."""
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0: of all tokens."""
+    seed: int | None = None
+    """Below 2**31, which every server takes. None: the server draws one."""
+    index: int = 0
+    """Its number in the run, which its conversation's later turns share."""
+    turn: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Takes:
+    """What a target can be asked."""
+
+    token_ids: bool = True
+    text: bool = True
+    messages: bool = False
+    exact: bool = True
+    """It can be told to ignore the end-of-sequence token."""
+    answer_ids: bool = True
+    """It says which token ids its answer has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +106,20 @@ class Observation:
     arrivals: list[tuple[int, int]] = field(default_factory=list)
     """(time received, tokens) of each message that brought tokens."""
     ended_ns: int = 0
+    scheduled_ns: int = 0
+    """When it was due, in an open loop."""
+    queue_ns: int = 0
+    """What the service says that it waited in the queue; 0: it does not say. So is the next."""
+    server_ttft_ns: int = 0
+    """From the request's arrival at the service to its first token."""
+    trace_id: str = ""
     input_tokens: int = 0
     cached_tokens: int = 0
     """Of the input tokens, those that the server found in its prefix cache."""
+    answer_ids: list[int] = field(default_factory=list)
+    """What was answered, where the target tells the ids; a conversation goes on with it."""
+    answer_text: list[str] = field(default_factory=list)
+    """Its pieces, without reasoning, where the target sends text."""
     failure: Failure | None = None
     cut_off: bool = True
     """The stream has not ended by itself; stays so when the run's end cancels it."""
@@ -88,13 +128,18 @@ class Observation:
     def output_tokens(self) -> int:
         return sum(tokens for _, tokens in self.arrivals)
 
+    @property
+    def began_ns(self) -> int:
+        """What decides to which window it belongs: when it was due, else when it was sent."""
+        return self.scheduled_ns or self.sent_ns
+
 
 def miscount(observation: Observation, request: Request, reported: int) -> Failure | None:
     """How an answer's length is wrong, if it is: the tokens received, those the server reports and those asked for must agree."""
     received = observation.output_tokens
     if received != reported:
         return Failure(ErrorClass.SERVER, "PROTOCOL", f"{received} token ids received, but usage.completion_tokens is {reported}")
-    if received != request.output_tokens:
+    if received > request.output_tokens or (request.exact and received < request.output_tokens):
         return Failure(ErrorClass.SERVER, "PROTOCOL", f"{received} tokens received, but {request.output_tokens} were asked for")
     return None
 
@@ -102,6 +147,7 @@ def miscount(observation: Observation, request: Request, reported: int) -> Failu
 def end_span(span: ClientSpan, observation: Observation, request_id: str, model: str) -> None:
     """Write the client's span of a request that is over."""
     arrivals = observation.arrivals
+    observation.trace_id = span.traceparent[3:35]
     code, message = "OK", ""
     if observation.cut_off:
         code, message = "CANCELLED", "cut off by the load test's end"
@@ -125,6 +171,7 @@ class Target(Protocol):
 
     protocol: str
     """Its name in Locust's own table."""
+    takes: Takes
 
     def model(self) -> Model:
         """Ask what is served. Raises TargetError where nothing answers."""

@@ -1,55 +1,82 @@
-"""Requests of synthetic lengths, the very same ones in every run.
+"""The requests of a load test, the very same ones in every run and for every target.
 
-Prompts are random token ids, so their length is exact whatever the tokenizer. A prompt depends on (seed, process, number) alone: never on
-timing, on the target or on what was sent before it.
+A request depends on (seed, index) alone, never on timing, on the target, on the number of processes or on what was sent before it: process
+w of W takes the indices w, w + W, w + 2 W and so on. Only a conversation's later turns hold what the target answered to the earlier ones.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from itertools import count
+from typing import Protocol
 
-from inference_service.config import Loadtest
-from loadgen._target import Model, Request, TargetError
+from inference_service.config import Config
+from inference_service.config import Workload as WorkloadConfig
+from loadgen._dataset import FilePrompts
+from loadgen._synthetic import RandomPrompts
+from loadgen._target import Model, Observation, Request, Takes, TargetError
+
+ANY = Takes()
 
 
-class SyntheticWorkload:
-    """Numbered requests of `loadtest.workload`; `process` tells the prompts of one load generator process from those of another."""
+class Prompts(Protocol):
+    """Where one part of a workload has its requests from."""
 
-    def __init__(self, loadtest: Loadtest, model: Model, process: int = 0) -> None:
-        """Raises TargetError where the lengths do not fit the model's context, or the vocabulary is not known."""
-        self._workload = loadtest.workload
-        self._key = f"{loadtest.seed}/{process}"
-        self._ids = _prompt_ids(loadtest, model)
-        self._next = 0
-        needed = self._workload.input_tokens + self._workload.output_tokens
-        if 0 < model.max_context < needed:
-            raise TargetError(
-                f"loadtest.workload: input_tokens + output_tokens is {needed}, but {model.name} has a context of {model.max_context} tokens"
-            )
+    def request(self, index: int, input_tokens: int | None, output_tokens: int | None, prefix_ids: Sequence[int]) -> Request: ...
 
-    def request(self, number: int) -> Request:
-        noise = random.Random(f"{self._key}/{number}")
-        return Request(
-            token_ids=noise.choices(self._ids, k=self._workload.input_tokens),
-            output_tokens=self._workload.output_tokens,
-            temperature=self._workload.temperature,
-            top_p=self._workload.top_p,
-            seed=noise.getrandbits(63) if self._workload.seeded else None,
-        )
+    def next_turn(self, request: Request, observation: Observation) -> Request | None: ...
+
+
+class Workload:
+    """Numbered requests of `loadtest.workload` and `loadtest.mixture`."""
+
+    def __init__(self, config: Config, model: Model, takes: Takes = ANY, process: int = 0, processes: int = 1) -> None:
+        """Process `process` of `processes`. Raises TargetError, which names the key, where the target cannot do what is asked."""
+        loadtest = config.loadtest
+        self._seed = loadtest.seed
+        self._main = _prompts("loadtest.workload", config, loadtest.workload, model, takes)
+        self._parts = [
+            (part.share, _prompts(f"loadtest.mixture[{number}].workload", config, part.workload, model, takes))
+            for number, part in enumerate(loadtest.mixture)
+        ]
+        if sum(share for share, _ in self._parts) > 1:
+            raise TargetError("loadtest.mixture: the shares are more than 1 together")
+        self._indices = count(process, processes)
+
+    def request(
+        self, index: int, *, input_tokens: int | None = None, output_tokens: int | None = None, prefix_ids: Sequence[int] = ()
+    ) -> Request:
+        """The first turn of conversation `index`. What is given goes before the settings: a trace's lengths, and its prefix blocks, of
+        which those of the same id have the same tokens, whichever request they are in."""
+        return self._part(index).request(index, input_tokens, output_tokens, prefix_ids)
 
     def next(self) -> Request:
-        """The request after the one before it, from number 0."""
-        number, self._next = self._next, self._next + 1
-        return self.request(number)
+        """The first turn of this process's next conversation."""
+        return self.request(next(self._indices))
+
+    def next_turn(self, request: Request, observation: Observation) -> Request | None:
+        """What follows on the answer to `request`; None where the conversation is over, or the request did not complete."""
+        if observation.failure or observation.cut_off:
+            return None
+        return self._part(request.index).next_turn(request, observation)
+
+    def _part(self, index: int) -> Prompts:
+        if not self._parts:
+            return self._main
+        drawn = random.Random(f"{self._seed}/part/{index}").random()
+        for share, prompts in self._parts:
+            if drawn < share:
+                return prompts
+            drawn -= share
+        return self._main
 
 
-def _prompt_ids(loadtest: Loadtest, model: Model) -> list[int]:
-    """The token ids of prompts. With a vocabulary of the settings' all targets get the same, whatever they know of their own."""
-    vocab_size = loadtest.workload.vocab_size
-    if not model.vocab_size and not vocab_size:
-        raise TargetError(f"loadtest.workload.vocab_size: the target of {model.name} does not tell its vocabulary's size, so set it here")
-    if model.vocab_size and vocab_size > model.vocab_size:
-        raise TargetError(f"loadtest.workload.vocab_size: {vocab_size}, but that of {model.name} is {model.vocab_size}")
-    if vocab_size:
-        return list(range(vocab_size))
-    return [token_id for token_id in range(model.vocab_size) if token_id not in model.eos_token_ids]
+def _prompts(key: str, config: Config, workload: WorkloadConfig, model: Model, takes: Takes) -> Prompts:
+    try:
+        if workload.exact_output and not takes.exact:
+            raise TargetError("loadtest.workload.exact_output: the target cannot be told to ignore end-of-sequence; set it to false")
+        made = FilePrompts if workload.file else RandomPrompts
+        return made(config, workload, model, takes)
+    except TargetError as error:
+        raise TargetError(str(error).replace("loadtest.workload", key)) from None

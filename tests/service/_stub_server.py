@@ -33,6 +33,8 @@ class StubServicer(inference_pb2_grpc.InferenceServiceServicer):
         self.peak = 0
 
     def Generate(self, request: generate_pb2.GenerateRequest, context: grpc.ServicerContext) -> Iterator[generate_pb2.GenerateResponse]:
+        began = time.monotonic()
+        sent_s: list[float] = []
         seen = {
             "token_ids": list(request.token_ids.ids),
             "max_tokens": request.stopping.max_tokens,
@@ -40,6 +42,7 @@ class StubServicer(inference_pb2_grpc.InferenceServiceServicer):
             "traceparent": dict(context.invocation_metadata()).get("traceparent", ""),
             "deadline_s": context.time_remaining(),
             "outcome": "cut off",
+            "sent_s": sent_s,
         }
         with self.lock:
             self.requests.append(seen)
@@ -51,29 +54,41 @@ class StubServicer(inference_pb2_grpc.InferenceServiceServicer):
                 codes: list[str] = self.options.fail_with
                 seen["outcome"] = code = codes[number // self.options.fail_every % len(codes)]
                 context.abort(grpc.StatusCode[code], "as scripted")
-            yield from self._answer(request, number)
+            yield from self._answer(request, number, began, sent_s)
             seen["outcome"] = "finished"
         finally:
             with self.lock:
                 self.running -= 1
 
-    def _answer(self, request: generate_pb2.GenerateRequest, number: int) -> Iterator[generate_pb2.GenerateResponse]:
+    def _first_token_s(self, number: int) -> float:
+        """How long a request that comes now waits for its first token."""
         options = self.options
+        stall_left_s: float = options.stall_s - time.monotonic() % options.stall_every_s if options.stall_s else 0.0
+        # A multiplier that is prime to 100 deals the spread out evenly.
+        usual_s: float = options.first_token_s + options.spread_s * (number * 37 % 100) / 100
+        return max(0.0, stall_left_s) + usual_s
+
+    def _answer(
+        self, request: generate_pb2.GenerateRequest, number: int, began: float, sent_s: list[float]
+    ) -> Iterator[generate_pb2.GenerateResponse]:
+        """Notes in `sent_s` when it sent each message with tokens, and the last message, from `began` on."""
+        options = self.options
+        first_token_s = self._first_token_s(number)
         accepted = generate_pb2.Accepted(request_id=str(number), prompt_tokens=len(request.token_ids.ids))
         yield generate_pb2.GenerateResponse(accepted=accepted)
         # A delta without tokens must not count as the first one.
         yield generate_pb2.GenerateResponse(delta=generate_pb2.Delta())
-        time.sleep(options.first_token_s)
         sent = 0
         while sent < request.stopping.max_tokens:
-            if sent:
-                time.sleep(options.gap_s)
+            time.sleep(options.gap_s if sent else first_token_s)
+            sent_s.append(time.monotonic() - began)
             count = min(options.tokens_per_delta, request.stopping.max_tokens - sent)
             yield generate_pb2.GenerateResponse(delta=generate_pb2.Delta(token_ids=[1] * count, text="a" * count))
             sent += count
         if options.no_finish:
             return
         usage = generate_pb2.Usage(prompt_tokens=len(request.token_ids.ids), completion_tokens=sent + options.usage_error)
+        sent_s.append(time.monotonic() - began)
         finished = generate_pb2.Finished(reason=generate_pb2.FINISH_REASON_LENGTH, usage=usage)
         yield generate_pb2.GenerateResponse(finished=finished)
 
@@ -87,8 +102,12 @@ class StubServicer(inference_pb2_grpc.InferenceServiceServicer):
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--first-token-s", type=float, default=0.0)
+    parser.add_argument("--spread-s", type=float, default=0.0, help="first tokens take up to so much longer")
+    parser.add_argument("--stall-s", type=float, default=0.0, help="no first token comes in so long of each --stall-every-s")
+    parser.add_argument("--stall-every-s", type=float, default=2.0)
     parser.add_argument("--gap-s", type=float, default=0.0)
     parser.add_argument("--tokens-per-delta", type=int, default=1)
+    parser.add_argument("--slots", type=int, default=32, help="requests answered at once; more wait")
     parser.add_argument("--fail-every", type=int, default=0)
     parser.add_argument("--fail-with", nargs="+", default=["RESOURCE_EXHAUSTED"])
     parser.add_argument("--no-finish", action="store_true")
@@ -98,7 +117,7 @@ def main() -> None:
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     servicer = StubServicer(options)
-    server = grpc.server(ThreadPoolExecutor(32))
+    server = grpc.server(ThreadPoolExecutor(options.slots))
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()

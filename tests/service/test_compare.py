@@ -145,10 +145,10 @@ def test_a_target_that_dies_has_a_row_that_says_so(start_stub: Callable[..., Stu
     targets = {"doomed": {"url": f"openai://{doomed.address}"}, "other": {"url": f"http://{other.address}/v1"}}
     file = write_config(tmp_path, targets, cells="16/4@2:4 16/4@1:1")
     run = subprocess.Popen(command(file), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    # The first cell runs: the load generator's master is up, and a user has had its first answers.
+    # The first cell runs: all processes have connected, and a user has had its first answers.
     log = tmp_path / "out" / "load-0.log"
     deadline = time.monotonic() + 60
-    while not (log.exists() and "All users spawned" in log.read_text()):
+    while not (log.exists() and "level 1: " in log.read_text()):
         assert time.monotonic() < deadline
         time.sleep(0.1)
     time.sleep(1)

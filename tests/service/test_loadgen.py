@@ -19,6 +19,9 @@ from typing import Any
 
 import pytest
 
+from loadgen._result import Result, read_result
+from loadgen._verdict import UNTRUSTED
+
 ROOT = Path(__file__).resolve().parents[2]
 STUB = Path(__file__).with_name("_stub_server.py")
 TIMEOUT_S = 60
@@ -72,10 +75,20 @@ def locust(cwd: Path, *options: str, **kwargs: Any) -> subprocess.CompletedProce
     return subprocess.run(command("--headless", *options, **kwargs), cwd=cwd, capture_output=True, text=True, timeout=TIMEOUT_S)
 
 
+def result_of(path: Path) -> Result:
+    return read_result(path)
+
+
 def summary(path: Path) -> dict[str, Any]:
-    content = json.loads(path.read_text())
-    assert isinstance(content, dict)
-    return content
+    """The only level of a run."""
+    (level,) = json.loads(path.read_text())["levels"]
+    assert isinstance(level, dict)
+    return level
+
+
+def well(status: int | None) -> bool:
+    """Whether a run ended without failures; on a busy machine the load generator may say that it is not to be trusted."""
+    return status in (0, UNTRUSTED)
 
 
 def locusts_own_count(ran: subprocess.CompletedProcess[str]) -> int:
@@ -95,12 +108,12 @@ def test_from_the_root_with_everything_from_the_yaml(start_stub: Callable[..., S
     stub = start_stub("--first-token-s", "0.02", "--gap-s", "0.01", "--tokens-per-delta", "2")
     config = tmp_path / "experiment.yaml"
     config.write_text(
-        f"loadtest:\n  target: {stub.target}\n  concurrency: [3, 8]\n  duration_s: 2\n  timeout_s: 30\n"
+        f"loadtest:\n  target: {stub.target}\n  concurrency: [3]\n  duration_s: 2\n  timeout_s: 30\n"
         f"  trace_file: {tmp_path}/spans.jsonl\n  json_file: {tmp_path}/new/summary.json\n"
     )
-    # With a stop timeout nothing is cut off, and every count must agree with the server's.
-    ran = locust(ROOT, "--loadgen-config", str(config), "--stop-timeout", "10", directory="loadgen")
-    assert ran.returncode == 0, ran.stderr
+    # Requests in flight at the end may finish, so nothing is cut off, and every count must agree with the server's.
+    ran = locust(ROOT, "--loadgen-config", str(config), directory="loadgen")
+    assert well(ran.returncode), ran.stderr
     assert ran.stdout.count("TTFT") == 1
     result, seen = summary(tmp_path / "new" / "summary.json"), stub.stop()
 
@@ -113,9 +126,11 @@ def test_from_the_root_with_everything_from_the_yaml(start_stub: Callable[..., S
     assert len({tuple(request["token_ids"]) for request in seen["requests"]}) == sent
 
     assert {key: result["requests"][key] for key in ("completed", "failed", "cut_off")} == {"completed": sent, "failed": 0, "cut_off": 0}
-    assert {key: result["tokens"][key] for key in ("input", "output")} == {"input": 16 * sent, "output": 5 * sent}
-    assert result["requests"]["completed_per_s"] == pytest.approx(sent / result["duration_s"])
-    assert result["tokens"]["output_per_s"] == pytest.approx(5 * sent / result["duration_s"])
+    # What came while the three last ones drained is not of the window, nor are their ends.
+    assert 16 * (sent - 3) <= result["tokens"]["input"] <= 16 * sent
+    assert 5 * (sent - 3) <= result["tokens"]["output"] <= 5 * sent
+    assert sent - 3 <= round(result["requests"]["completed_per_s"] * result["duration_s"]) <= sent
+    assert result["tokens"]["output_per_s"] == pytest.approx(result["tokens"]["output"] / result["duration_s"])
     # The answers of 5 tokens came in 3 messages of 2, 2 and 1 tokens; an empty one before them counts for nothing.
     assert result["itl_ms"]["count"] == 2 * sent
     assert result["ttft_ms"]["count"] == result["tpot_ms"]["count"] == result["e2e_ms"]["count"] == sent
@@ -136,7 +151,7 @@ def test_processes_are_merged_exactly(start_stub: Callable[..., Stub], tmp_path:
     stub = start_stub("--first-token-s", "0.03", "--gap-s", "0.005")
     options = ["-u", "5", "-t", "2", "--processes", "2", "--stop-timeout", "10", "--json-out", "out.json"]
     ran = locust(tmp_path, "--target", stub.target, *options)
-    assert ran.returncode == 0, ran.stderr
+    assert well(ran.returncode), ran.stderr
     assert ran.stdout.count("TTFT") == 1
     result, seen = summary(tmp_path / "out.json"), stub.stop()
     sent = len(seen["requests"])
@@ -157,9 +172,10 @@ def test_a_worker_gets_its_settings_from_the_master(start_stub: Callable[..., St
     worker = subprocess.Popen(command("--worker", "--master-port", port), cwd=elsewhere, stderr=subprocess.DEVNULL)
     options = ["--master", "--master-bind-port", port, "--expect-workers", "1", "--stop-timeout", "10", "--json-out", "out.json"]
     ran = locust(tmp_path, "--target", stub.target, "--loadgen-config", "experiment.yaml", *options)
-    assert (ran.returncode, worker.wait(TIMEOUT_S)) == (0, 0), ran.stderr
+    assert well(ran.returncode) and worker.wait(TIMEOUT_S) == 0, ran.stderr
     result, seen = summary(tmp_path / "out.json"), stub.stop()
-    assert (result["concurrency"], result["seed"], result["target"]) == (2, 7, stub.target)
+    run = result_of(tmp_path / "out.json")
+    assert (result["concurrency"], run.loadtest["seed"], run.target, run.model) == (2, 7, stub.target, "stub")
     assert result["requests"]["completed"] == len(seen["requests"]) > 0
     assert all(len(request["token_ids"]) == 16 for request in seen["requests"])
 
@@ -174,20 +190,18 @@ def test_control_c_ends_a_run_with_its_summary(start_stub: Callable[..., Stub], 
     wait_for(lambda: (tmp_path / "loadgen-traces.jsonl").exists())
     os.killpg(run.pid, signal.SIGINT)
     output, _ = run.communicate(timeout=TIMEOUT_S)
-    assert run.returncode == 0, output
+    assert well(run.returncode), output
     counts, sent = summary(tmp_path / "out.json")["requests"], len(stub.stop()["requests"])
     assert counts["completed"] > 0
     assert counts["failed"] == 0
-    assert counts["completed"] <= sent
-    if not processes:  # with workers, see "Limits" in docs/load-testing.md
-        assert sent <= counts["completed"] + counts["cut_off"]
+    assert counts["completed"] <= sent <= counts["completed"] + counts["cut_off"]
 
 
 def test_two_runs_send_the_same_prompts(start_stub: Callable[..., Stub], tmp_path: Path) -> None:
     prompts = []
     for _ in range(2):
         stub = start_stub("--first-token-s", "0.2")
-        assert locust(tmp_path, "--target", stub.target, "-u", "1", "-t", "1").returncode == 0
+        assert well(locust(tmp_path, "--target", stub.target, "-u", "1", "-t", "1").returncode)
         prompts.append([r["token_ids"] for r in stub.stop()["requests"]])
     shared = min(map(len, prompts))
     assert shared > 1
@@ -239,9 +253,9 @@ def test_answers_that_fail_in_other_ways(
 def test_streams_in_the_middle_are_cut_off_and_are_no_failures(start_stub: Callable[..., Stub], tmp_path: Path) -> None:
     stub = start_stub("--gap-s", "20")
     ran = locust(tmp_path, "--target", stub.target, "-u", "3", "-t", "1", "--json-out", "out.json")
-    assert ran.returncode == 0, ran.stderr
+    assert well(ran.returncode), ran.stderr
     result = summary(tmp_path / "out.json")
-    assert result["requests"] == {"completed": 0, "failed": 0, "cut_off": 3, "completed_per_s": 0.0}
+    assert result["requests"] == {"completed": 0, "failed": 0, "cut_off": 3, "good": 0, "completed_per_s": 0.0, "good_per_s": 0.0}
     assert (result["tokens"]["input"], result["tokens"]["output"]) == (48, 3)
     assert result["ttft_ms"]["p50"] is None
 
@@ -275,7 +289,7 @@ def test_a_server_that_dies_in_the_run_is_not_hammered(start_stub: Callable[...,
     [
         (["--set", "loadtest.workload.input_tokens=0"], "loadgen: configuration: loadtest.workload.input_tokens: Expected `int` >= 1"),
         (["--loadgen-config", "absent.yaml"], "loadgen: absent.yaml: No such file or directory"),
-        (["--json-out", "."], "loadgen: .: a folder, but the summary is a file"),
+        (["--json-out", "."], "loadgen: .: a folder, but the result is a file"),
         (["--target", "http://127.0.0.1:1"], "target 'http://127.0.0.1:1': write grpc://HOST:PORT"),
     ],
 )
@@ -306,9 +320,9 @@ def test_web_ui(start_stub: Callable[..., Stub], tmp_path: Path, processes: list
         assert stub.target in page
         assert "Tokens" in page
         assert json.loads(fetch(port, "/swarm", user_count="2", spawn_rate="2", host=stub.target))["success"]
-        wait_for(lambda: rows(port), lambda rows: rows["TTFT (ms)"]["count"] > 0)
+        wait_for(lambda: rows(port), lambda rows: rows and rows["TTFT (ms)"]["count"] > 0)
         fetch(port, "/stats/reset")
-        after_reset = wait_for(lambda: rows(port), lambda rows: rows["TTFT (ms)"]["count"] > 0)
+        after_reset = wait_for(lambda: rows(port), lambda rows: rows and rows["TTFT (ms)"]["count"] > 0)
         assert after_reset["TTFT (ms)"]["p50"] >= 20
         fetch(port, "/stop")
         result = wait_for(lambda: summary(tmp_path / "out.json") if (tmp_path / "out.json").exists() else None)
@@ -333,8 +347,8 @@ def fetch(port: int, path: str, **form: str) -> str:
 
 def rows(port: int) -> dict[str, Any]:
     """The tab's rows, by the name in their first column."""
-    (tab,) = json.loads(fetch(port, "/stats/requests"))["extended_stats"]
-    return {row["name"]: row for row in tab["data"]}
+    tokens, _ = json.loads(fetch(port, "/stats/requests"))["extended_stats"]
+    return {row["name"]: row for row in tokens["data"]}
 
 
 def wait_for(ask: Callable[[], Any], good: Callable[[Any], bool] = bool) -> Any:

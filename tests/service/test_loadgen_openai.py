@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.service.test_loadgen import TIMEOUT_S, locust, summary
+from tests.service.test_loadgen import TIMEOUT_S, locust, summary, well
 
 STUB = Path(__file__).with_name("_openai_stub.py")
 VOCABULARY = ["--set", "loadtest.workload.vocab_size=900"]
@@ -62,7 +62,7 @@ def test_token_ids_are_counted_whatever_the_text(
     sampling = ["--set", "loadtest.workload.temperature=0.8", "--set", "loadtest.workload.top_p=0.95"]
     settings = ["-u", "3", "-t", "2", "--stop-timeout", "10", "--json-out", "out.json", *VOCABULARY, *sampling]
     ran = locust(tmp_path, "--target", f"{scheme}://{stub.address}{path}", *settings)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert well(ran.returncode), ran.stdout + ran.stderr
     result, seen = summary(tmp_path / "out.json"), stub.stop()
     sent = len(seen)
     assert sent > 3
@@ -89,7 +89,7 @@ def test_token_ids_are_counted_whatever_the_text(
 def test_a_server_without_token_ids_is_counted_by_its_usage(start_stub: Callable[..., Stub], tmp_path: Path) -> None:
     stub = start_stub("--no-token-ids", "--tokens-per-chunk", "2", "--gap-s", "0.01")
     ran = locust(tmp_path, "--target", f"openai://{stub.address}", "-u", "1", "-t", "1", "--json-out", "out.json", *VOCABULARY)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert well(ran.returncode), ran.stdout + ran.stderr
     result = summary(tmp_path / "out.json")
     completed = result["requests"]["completed"]
     assert result["itl_ms"]["count"] == 2 * completed
@@ -134,7 +134,7 @@ def test_answers_that_fail_in_other_ways(
 def test_streams_in_the_middle_are_cut_off_and_are_no_failures(start_stub: Callable[..., Stub], tmp_path: Path) -> None:
     stub = start_stub("--gap-s", "20")
     ran = locust(tmp_path, "--target", f"openai://{stub.address}", "-u", "3", "-t", "1", "--json-out", "out.json", *VOCABULARY)
-    assert ran.returncode == 0, ran.stderr
+    assert well(ran.returncode), ran.stderr
     result = summary(tmp_path / "out.json")
     assert {key: result["requests"][key] for key in ("completed", "failed", "cut_off")} == {"completed": 0, "failed": 0, "cut_off": 3}
     assert (result["tokens"]["input"], result["tokens"]["output"]) == (48, 3)
@@ -162,7 +162,7 @@ def test_the_window_opens_after_the_warm_up_and_ends_after_enough_requests(start
     settings = ["loadtest.warmup_requests=8", "loadtest.requests=12", "loadtest.duration_s=50"]
     options = ["-u", "2", "--json-out", "out.json", *VOCABULARY, *(word for setting in settings for word in ("--set", setting))]
     ran = locust(tmp_path, "--target", f"openai://{stub.address}", *options)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert well(ran.returncode), ran.stdout + ran.stderr
     result, sent = summary(tmp_path / "out.json"), len(stub.stop())
     assert result["requests"]["completed"] >= 12
     assert result["requests"]["completed"] + result["requests"]["cut_off"] <= sent - 14

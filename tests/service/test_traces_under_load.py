@@ -8,6 +8,7 @@ from pathlib import Path
 
 from inference_service.telemetry import names
 from inference_service.telemetry.spans import Request, join, read_spans
+from loadgen._verdict import UNTRUSTED
 from tests.service.conftest import run_server
 
 REQUESTS = 200
@@ -22,7 +23,8 @@ def run_load(directory: Path) -> list[Request]:
         command = [sys.executable, "-m", "locust", "-f", str(ROOT / "loadgen"), "--headless", "-u", "8", "-t", "8s", "--stop-timeout", "20"]
         command += ["--target", f"grpc://{server.address}", "--set", f"loadtest.trace_file={client_traces}"]
         command += ["--set", "loadtest.workload.input_tokens=100", "--set", "loadtest.workload.output_tokens=8"]
-        subprocess.run(command, check=True, timeout=120, cwd=directory)
+        ran = subprocess.run(command, timeout=120, cwd=directory)
+        assert ran.returncode in (0, UNTRUSTED)
         assert server.stop() == 0
         return join(read_spans([server.traces, client_traces])[0])
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import random
 
 import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -45,10 +47,36 @@ def test_count_mean_and_extremes_are_exact(values: list[int]) -> None:
     assert result.percentile(100) <= max(values)
 
 
+@given(samples, samples)
+def test_many_values_at_once_are_the_same_as_one_by_one(before: list[int], values: list[int]) -> None:
+    result = histogram(before)
+    result.extend(values)
+    assert result == histogram(before + values)
+
+
+@given(samples.filter(bool))
+def test_the_cumulative_counts_end_with_all_and_rise(values: list[int]) -> None:
+    steps = histogram(values).cumulative()
+    assert steps[-1][1] == len(values)
+    assert steps == sorted(steps)
+
+
 @given(samples)
 def test_survives_the_way_to_the_master(values: list[int]) -> None:
     sent = histogram(values)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(sent), type=Histogram) == sent
+
+
+@pytest.mark.parametrize("percent", [50, 90, 95, 99, 99.9])
+def test_percentiles_of_four_processes_are_those_of_the_pooled_raw_data(percent: float) -> None:
+    """Latencies of very different processes, long-tailed as real ones are."""
+    noise = random.Random(5)
+    parts = [[round(noise.lognormvariate(17 + process, 1.5)) for _ in range(5000)] for process in range(4)]
+    merged = Histogram()
+    for part in parts:
+        merged.merge(msgspec.msgpack.decode(msgspec.msgpack.encode(histogram(part)), type=Histogram))
+    pooled = sorted(value for part in parts for value in part)
+    assert merged.percentile(percent) == pytest.approx(pooled[math.ceil(percent * len(pooled) / 100) - 1], rel=0.01)
 
 
 def test_seven_percent_of_a_hundred_is_the_seventh_value() -> None:

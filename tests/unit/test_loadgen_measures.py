@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from loadgen._measures import Measures
+from loadgen._measures import Measures, Window
 from loadgen._target import ErrorClass, Failure, Observation
 
 FULL = Failure(ErrorClass.QUEUE_FULL, "RESOURCE_EXHAUSTED", "queue full")
@@ -18,7 +18,7 @@ def observation(arrivals: list[tuple[int, int]], failure: Failure | None = None,
 def measured(*observations: Observation, since_ns: int = 0) -> Measures:
     measures = Measures()
     for one in observations:
-        measures.add(one, since_ns)
+        measures.add(one, Window(since_ns))
     return measures
 
 

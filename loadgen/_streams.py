@@ -1,0 +1,107 @@
+"""The requests that one process has in flight, whether users send them or a schedule does."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import gevent  # type: ignore[import-untyped]
+from gevent.event import Event  # type: ignore[import-untyped]
+from gevent.pool import Group  # type: ignore[import-untyped]
+
+from loadgen._target import Observation, Request, Target
+from loadgen._workload import Workload
+
+_LOOK_UP_S = 0.1
+"""How often a user who may not send looks whether Locust wants it to stop."""
+_FAILURE_PAUSE_S = 0.1
+"""A user waits so long after a failure: a server that refuses at once must not be hammered by a busy loop."""
+
+Observed = Callable[[Request, Observation], None]
+Schedule = Iterator[tuple[Request, int]]
+"""(request, when it is due by time.monotonic_ns()), in the order of the times."""
+
+
+class Streams:
+    """Each request runs in a greenlet of its own, so that it can be cancelled whoever waits for it.
+
+    `observed` is called once for each request that was sent, also where it is cancelled.
+    """
+
+    def __init__(self, target: Target, workload: Workload, observed: Observed) -> None:
+        self._target = target
+        self._workload = workload
+        self._observed = observed
+        self._running = Group()
+        self._open = False
+        self._users = Event()
+        self._dispatcher: gevent.Greenlet | None = None
+        self.most = 0
+        """The most that ran at once since this was last set to 0."""
+
+    def admit(self) -> None:
+        """Let users send."""
+        self._open = True
+        self._users.set()
+
+    def dispatch(self, schedule: Schedule, exhausted: Callable[[], None]) -> None:
+        """Send what the schedule says, each request when it is due, whatever became of those before; tell when there is no more."""
+        self._open = True
+        self._dispatcher = gevent.spawn(self._dispatch, schedule, exhausted)
+
+    def serve_user(self) -> None:
+        """One conversation for a user who waits for it; nothing while none may be sent."""
+        if not self._users.wait(_LOOK_UP_S):
+            return
+        stream = self._start(self._workload.next(), 0)
+        try:
+            stream.join()
+        finally:
+            # Where Locust has killed the user, this is what cancels the request.
+            stream.kill()
+        if stream.value:
+            gevent.sleep(_FAILURE_PAUSE_S)
+
+    def close(self) -> None:
+        """Send nothing more."""
+        self._open = False
+        self._users.clear()
+        if self._dispatcher is not None:
+            self._dispatcher.kill()
+            self._dispatcher = None
+
+    def drain(self, seconds: float) -> None:
+        """Wait for what is in flight, then cancel the rest."""
+        self._running.join(seconds)
+        self._running.kill()
+
+    def _start(self, request: Request, due_ns: int) -> gevent.Greenlet:
+        stream = self._running.spawn(self._converse, request, due_ns)
+        self.most = max(self.most, len(self._running))
+        return stream
+
+    def _converse(self, first: Request, due_ns: int) -> bool:
+        """The conversation's turns, as long as turns may be sent; whether the last one failed."""
+        observation = self._send(first, due_ns)
+        request = self._workload.next_turn(first, observation)
+        while request is not None and self._open:
+            observation = self._send(request, 0)
+            request = self._workload.next_turn(request, observation)
+        return observation.failure is not None
+
+    def _send(self, request: Request, due_ns: int) -> Observation:
+        observation = Observation(scheduled_ns=due_ns)
+        try:
+            self._target.generate(request, observation)
+        finally:
+            self._observed(request, observation)
+        return observation
+
+    def _dispatch(self, schedule: Schedule, exhausted: Callable[[], None]) -> None:
+        for request, due_ns in schedule:
+            while (left_ns := due_ns - time.monotonic_ns()) > 0:
+                # The loop counts from when it last looked at the clock.
+                gevent.get_hub().loop.update_now()
+                gevent.sleep(left_ns / 1e9)
+            self._start(request, due_ns)
+        exhausted()
