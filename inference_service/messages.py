@@ -139,6 +139,8 @@ class Ready(Frame, frozen=True, tag="ready"):
     page_size: int
     pages: int
     kernels: list[Kernel]
+    prefill_tokens: int
+    """Most prefill tokens of a step that also decodes."""
 
 
 class Progress(Frame, frozen=True, tag="progress"):
@@ -153,6 +155,14 @@ class Failed(Frame, frozen=True, tag="failed"):
     error: str
 
 
+class ExpertSample(Frame, frozen=True):
+    """A step of decodes whose experts were counted."""
+
+    batch: int
+    distinct: float
+    """Different experts, a layer on average."""
+
+
 class Step(Frame, frozen=True, tag="step"):
     """The outputs of one step. A frame without outputs is a heartbeat."""
 
@@ -160,6 +170,9 @@ class Step(Frame, frozen=True, tag="step"):
     """When the step's token ids had reached the host."""
     outputs: list[Output]
     load: Load
+    experts: ExpertSample | None = None
+    compiles: int = 0
+    """Kernels compiled or loaded since the engine was ready, in all."""
 
 
 ToFrontEnd = Ready | Progress | Failed | Step

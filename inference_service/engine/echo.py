@@ -35,6 +35,8 @@ class EchoTicket:
 class EchoExecutor:
     """Counts up from each prompt's last token id, modulo the vocabulary."""
 
+    compiles = 0
+
     def __init__(self, config: Config, vocab_size: int, max_context: int) -> None:
         cache = config.cache
         pages = cache.pages or config.batch.max_requests * -(-max_context // cache.page_size)

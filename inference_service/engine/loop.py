@@ -13,7 +13,7 @@ from inference_service.engine.link import FrontEnds
 from inference_service.engine.requests import Request
 from inference_service.engine.scheduler import Scheduled, Scheduler
 from inference_service.engine.step import Executor, Ticket
-from inference_service.messages import Abort, Output, Step, Submit
+from inference_service.messages import Abort, ExpertSample, Output, Step, Submit
 
 HEARTBEAT_S = 1.0
 
@@ -26,6 +26,7 @@ class EngineLoop:
         self.scheduler = scheduler
         self.executor = executor
         self._parent = parent_pid
+        self._compiles_before = executor.compiles
 
     def run(self) -> None:
         """Step until the parent process dies. Raises what a step raises."""
@@ -33,14 +34,18 @@ class EngineLoop:
         while os.getppid() == self._parent:
             self._receive(block=in_flight is None and not len(self.scheduler))
             outputs = self.scheduler.expire(time.monotonic_ns())
+            experts = None
             step = self.scheduler.schedule(time.monotonic_ns())
             launched = (step, self.executor.launch(step.plan)) if step else None
             if in_flight:
                 scheduled, ticket = in_flight
                 while not ticket.ended(HEARTBEAT_S):
                     self._send([])
-                outputs += self.scheduler.update(scheduled, ticket.wait())
-            self._send(outputs)
+                result = ticket.wait()
+                outputs += self.scheduler.update(scheduled, result)
+                if result.distinct_experts is not None:
+                    experts = ExpertSample(len(scheduled.plan.rows), result.distinct_experts)
+            self._send(outputs, experts)
             in_flight = launched
 
     def _receive(self, block: bool) -> None:
@@ -51,11 +56,11 @@ class EngineLoop:
                 for key in message.keys:
                     self.scheduler.abort(key, origin)
 
-    def _send(self, outputs: list[tuple[Request, Output]]) -> None:
+    def _send(self, outputs: list[tuple[Request, Output]], experts: ExpertSample | None = None) -> None:
         """One frame to each front end, also where it has no outputs: it is the heartbeat, and says how busy the engine is."""
         by_origin: dict[bytes, list[Output]] = defaultdict(list)
         for request, output in outputs:
             by_origin[request.origin].append(output)
-        now_ns, load = time.monotonic_ns(), self.scheduler.load
+        now_ns, load, compiles = time.monotonic_ns(), self.scheduler.load, self.executor.compiles - self._compiles_before
         for origin in self.front_ends.known:
-            self.front_ends.send(origin, Step(now_ns, by_origin[origin], load))
+            self.front_ends.send(origin, Step(now_ns, by_origin[origin], load, experts, compiles))

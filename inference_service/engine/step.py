@@ -61,6 +61,8 @@ class StepResult:
     token_ids: list[int]
     logprobs: list[TokenLogprobs | None]
     """One entry a sampling row; None where the row asked for none."""
+    distinct_experts: float | None = None
+    """Different experts that the step's tokens chose, a layer on average; counted now and then, in steps of decodes alone."""
 
 
 class Ticket(Protocol):
@@ -98,6 +100,11 @@ class Executor(Protocol):
     """
 
     info: ExecutorInfo
+
+    @property
+    def compiles(self) -> int:
+        """Kernels compiled, or loaded for the first time, since the start: 0, unless the start has missed something that a request met."""
+        ...
 
     def launch(self, plan: StepPlan) -> Ticket:
         """Start a step. The plan has been read when this returns: its lists may change afterwards."""

@@ -15,10 +15,12 @@ from torch import Tensor
 
 from inference_service.config import Config
 from inference_service.engine.step import Row, StepPlan, StepResult, Ticket
+from inference_service.execution.expert_count import ExpertCounter
 from inference_service.execution.graphs import StepGraphs, StepRunner, decode_sizes, mixed_sizes
 from inference_service.execution.loading import LoadedModel
 from inference_service.execution.packed_inputs import PackedStep, Sizes, SlotTable, device_fields
 from inference_service.execution.sampler import sample_rows, to_logprobs
+from inference_service.kernels.compiles import compile_counter
 from inference_service.messages import Sampling
 
 GREEDY = Sampling(0.0, 0, 1.0, 0.0, 0)
@@ -36,6 +38,7 @@ class CudaTicket:
     ids_N: Tensor
     alternatives: list[int]
     scores: list[Tensor] = field(default_factory=list)
+    distinct_experts: Tensor | None = None
     result: StepResult | None = None
 
     def ended(self, timeout_s: float) -> bool:
@@ -46,7 +49,8 @@ class CudaTicket:
     def wait(self) -> StepResult:
         if self.result is None:
             self.event.synchronize()
-            self.result = StepResult(self.ids_N.tolist(), to_logprobs(self.alternatives, self.scores))
+            distinct = None if self.distinct_experts is None else self.distinct_experts.item()
+            self.result = StepResult(self.ids_N.tolist(), to_logprobs(self.alternatives, self.scores), distinct)
         return self.result
 
 
@@ -57,6 +61,7 @@ class Staging:
         self.block = torch.zeros(block_bytes, dtype=torch.uint8, pin_memory=True)
         self.bytes = self.block.numpy()
         self.ids_N = torch.zeros(max_requests, dtype=torch.int64, pin_memory=True)
+        self.distinct_experts = torch.zeros((), pin_memory=True)
         self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self.ticket: CudaTicket | None = None
 
@@ -74,7 +79,8 @@ class CudaExecutor:
         self._runner = StepRunner(loaded.model, caches, max_requests, largest.bytes, loaded.target.device)
         self._graphs = StepGraphs(self._runner, self._slots)
         self._ring = [Staging(largest.bytes, max_requests) for _ in range(IN_FLIGHT)]
-        self._launched = 0
+        self._counter = ExpertCounter(loaded.shape.moe.experts if loaded.shape.moe else 0)
+        self._launched = self._compiles_before = 0
 
     def launch(self, plan: StepPlan) -> Ticket:
         rows = plan.rows
@@ -84,14 +90,18 @@ class CudaExecutor:
         with self._on_stream():
             step = self._upload(rows, graph or exact, staging)
             scores: list[Tensor] = []
+            distinct = None
             if graph:
-                ids_N = self._graphs.replay(graph, step.greedy)
+                captured = self._graphs.replay(graph, step.greedy)
+                ids_N = captured.ids_N
+                if self._counter.wants(not graph.mixed):
+                    distinct = staging.distinct_experts.copy_(self._counter.count(captured.chosen_experts, exact.tokens), non_blocking=True)
             else:
                 ids_N, scores = self._run(rows, step)
             ids_N = staging.ids_N[: exact.samples].copy_(ids_N[: exact.samples], non_blocking=True)
             staging.event.record()
         alternatives = [row.logprobs for row in rows if row.samples]
-        staging.ticket = CudaTicket(staging.event, ids_N, alternatives, scores)
+        staging.ticket = CudaTicket(staging.event, ids_N, alternatives, scores, distinct)
         return staging.ticket
 
     def _graph(self, rows: list[Row], exact: Sizes) -> Sizes | None:
@@ -139,7 +149,15 @@ class CudaExecutor:
         self._ring.clear()
         del self._graphs, self._runner
 
+    @property
+    def compiles(self) -> int:
+        return compile_counter().count - self._compiles_before
+
     # --- start ---
+
+    def count_compiles(self) -> None:
+        """Count from now on: all that a request may meet has been run."""
+        self._compiles_before = compile_counter().count
 
     def graph_sizes(self, mixed: bool) -> list[Sizes]:
         """The inputs of each graph to capture, be it of decodes alone or (`mixed`) of prefill chunks too."""

@@ -13,7 +13,7 @@ from inference_service.execution.device import find_setting
 from inference_service.execution.loading import LoadedModel, Report
 from inference_service.execution.memory import GIB, MIB, Needs, page_bytes, used_bytes
 from inference_service.execution.packed_inputs import Sizes
-from inference_service.execution.tuning import autotune_file, describe
+from inference_service.execution.tuning import describe, load_tuning
 from inference_service.kernels.selection import keeps_from_graph
 from inference_service.messages import Sampling
 
@@ -53,22 +53,23 @@ def build_cuda_executor(config: Config, loaded: LoadedModel, progress: Report) -
     begin = time.perf_counter()
     _warm_up(executor, config)
     progress(f"warmed up in {time.perf_counter() - begin:.1f} s; {torch.cuda.mem_get_info()[0] / GIB:.2f} GiB are free")
+    executor.count_compiles()
     return executor
 
 
 def _load_tactics(config: Config, loaded: LoadedModel, progress: Report) -> None:
-    """What FlashInfer's autotuner found in `prebuild`."""
+    """What `prebuild` measured of the experts' kernels."""
     if not any("cutlass" in choice.row.backend for choice in loaded.choices):
         return
-    from inference_service.kernels.flashinfer_moe import autotune
+    from inference_service.kernels.expert_tactics import expert_tactics
 
     setting = find_setting(config, loaded.target, loaded.shape, loaded.dtype)
-    file = autotune_file(describe(loaded.target, setting, loaded.shape))
-    if not file.exists():
+    tuning = load_tuning(describe(loaded.target, setting, loaded.shape))
+    if tuning and tuning.expert_tactics:
+        expert_tactics().use(tuning.expert_tactics)
+        progress(f"the experts' kernels run as tuned for {', '.join(map(str, tuning.expert_tactics))} tokens")
+    else:
         progress("the experts' kernels run untuned: `prebuild` tunes them")
-        return
-    with autotune(file, tune=False):
-        progress(f"the experts' kernels run as tuned: {file}")
 
 
 def _learn_needs(

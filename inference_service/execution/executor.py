@@ -14,6 +14,7 @@ from inference_service.config import Config
 from inference_service.engine.step import Executor, ExecutorInfo, StepPlan, StepResult, Ticket
 from inference_service.execution.batch import InputBuffers, Step, pack
 from inference_service.execution.device import find_device
+from inference_service.execution.expert_count import ExpertCounter
 from inference_service.execution.loading import Report, load_model
 from inference_service.execution.memory import cpu_pages
 from inference_service.execution.sampler import sample, to_logprobs
@@ -38,10 +39,13 @@ class StepTicket:
 class TorchExecutor:
     """Runs steps in the order of their launch, on a single thread, which is the only one that touches tensors on the device."""
 
+    compiles = 0
+
     def __init__(self, model: Decoder, caches: list[Tensor], buffers: InputBuffers, info: ExecutorInfo, worker: ThreadPoolExecutor) -> None:
         self.info = info
         self._model, self._caches, self._buffers = model, caches, buffers
         self._page_size = caches[0].shape[3]
+        self._counter = ExpertCounter(model.config.moe.experts if model.config.moe else 0)
         self._worker = worker
 
     def launch(self, plan: StepPlan) -> Ticket:
@@ -59,7 +63,10 @@ class TorchExecutor:
             return StepResult([], [])
         ids_N, scores = sample(logits_NV, step, self._model.operators.sampling)
         self._buffers.last_token_id_S.index_copy_(0, step.tensors.slots_N, ids_N)
-        return StepResult(ids_N.tolist(), to_logprobs(step.alternatives, scores))
+        distinct = None
+        if self._counter.wants(step.decodes == len(step.lengths)):
+            distinct = self._counter.count(self._model.take_chosen_experts(), step.decodes).item()
+        return StepResult(ids_N.tolist(), to_logprobs(step.alternatives, scores), distinct)
 
 
 def build_executor(config: Config, model_dir: Path, progress: Report) -> Executor:

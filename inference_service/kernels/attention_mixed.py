@@ -6,7 +6,6 @@ Shapes as in `attention`, and L slots of the page table's width.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -45,32 +44,38 @@ class TritonPagedAttention:
     def __init__(self) -> None:
         from inference_service.kernels import triton_paged
 
-        self._attend: Any = triton_paged.attend
+        self._kernels = triton_paged
+        # Asked here, since a plan may be traced.
+        self._multiprocessors = torch.cuda.get_device_properties().multi_processor_count if torch.cuda.is_available() else 1
 
     def plan(self, layout: StepLayout, kv_P2HSD: Tensor, heads: int) -> PagedPlan:
         programs, positions = layout.positions_T.shape[0] * kv_P2HSD.shape[2], layout.pages_RM.shape[1] * kv_P2HSD.shape[3]
-        most = min(2 * _multiprocessors(kv_P2HSD.device) // programs, -(-positions // POSITIONS_A_PART), MAX_SPLITS)
+        most = min(2 * self._multiprocessors // programs, -(-positions // POSITIONS_A_PART), MAX_SPLITS)
         return PagedPlan(layout, 1 << max(most, 1).bit_length() - 1)
 
     def __call__(self, q_THD: Tensor, kv_P2HSD: Tensor, plan: PagedPlan) -> Tensor:
-        layout = plan.layout
-        o_THD: Tensor = self._attend(q_THD, kv_P2HSD, layout.positions_T, layout.row_T, layout.pages_RM, plan.splits)
+        o_THD = torch.empty_like(q_THD)
+        self.attend(q_THD, kv_P2HSD, plan, o_THD)
         return o_THD
 
+    def attend(self, q_THD: Tensor, kv_P2HSD: Tensor, plan: PagedPlan, o_THD: Tensor) -> None:
+        layout = plan.layout
+        self._kernels.attend(q_THD, kv_P2HSD, layout.positions_T, layout.row_T, layout.pages_RM, plan.splits, o_THD)
 
-class TritonDecode(TritonPagedAttention):
+
+class TritonDecode:
     """The same kernel for decode rows alone, as `attention.Attention` has it."""
+
+    def __init__(self) -> None:
+        self._paged = TritonPagedAttention()
 
     def plan(self, layout: StepLayout, kv_P2HSD: Tensor, heads: int) -> PagedPlan:
         rows = layout.decodes
         decodes = replace(layout, positions_T=layout.positions_T[:rows], row_T=layout.row_T[:rows], pages_RM=layout.pages_RM[:rows])
-        return super().plan(decodes, kv_P2HSD, heads)
+        return self._paged.plan(decodes, kv_P2HSD, heads)
 
-    def __call__(self, q_THD: Tensor, kv_P2HSD: Tensor, plan: PagedPlan, o_THD: Tensor | None = None) -> Tensor:
-        layout = plan.layout
-        o_THD = self._attend(q_THD, kv_P2HSD, layout.positions_T, layout.row_T, layout.pages_RM, plan.splits, o_THD)
-        assert o_THD is not None
-        return o_THD
+    def __call__(self, q_THD: Tensor, kv_P2HSD: Tensor, plan: PagedPlan, o_THD: Tensor) -> None:
+        self._paged.attend(q_THD, kv_P2HSD, plan, o_THD)
 
 
 class TorchPagedAttention:
@@ -92,8 +97,3 @@ class TorchPagedAttention:
         weights_THGL = scores_THGL.masked_fill_(beyond_TL[:, None, None, :], float("-inf")).softmax(-1)
         o_THGD: Tensor = weights_THGL.masked_fill_(beyond_TL[:, None, None, :], 0.0) @ v_THLD
         return o_THGD.reshape(tokens, heads, head_dim).to(q_THD.dtype)
-
-
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 1

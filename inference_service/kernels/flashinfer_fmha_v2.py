@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,9 +35,9 @@ class FmhaV2Prefill:
     """One launch a layer; chunks may be shorter than their contexts."""
 
     def __init__(self) -> None:
-        import flashinfer.prefill
+        from inference_service.kernels import flashinfer_ops
 
-        self._run: Any = flashinfer.prefill.trtllm_fmha_v2_prefill
+        self._ops = flashinfer_ops
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
 
     def plan(self, layout: StepLayout, kv_P2HSD: Tensor, heads: int) -> FmhaPlan:
@@ -56,19 +55,15 @@ class FmhaV2Prefill:
     def __call__(self, q_THD: Tensor, kv_P2HSD: Tensor, plan: FmhaPlan, o_THD: Tensor) -> None:
         # The kernel knows no strides.
         assert q_THD.is_contiguous() and kv_P2HSD.is_contiguous() and o_THD.is_contiguous()
-        self._run(
-            (q_THD, kv_P2HSD),
-            "Q_PAGED_KV_HND",
-            self._workspace,
+        self._ops.fmha_v2(
+            q_THD,
+            kv_P2HSD,
+            plan.pages_RM,
             plan.contexts_R,
-            plan.max_length,
-            plan.max_context,
-            q_THD.shape[-1] ** -0.5,
-            1.0,
-            len(plan.contexts_R),
             plan.starts_q,
             plan.starts_kv,
-            block_tables=plan.pages_RM,
-            out=o_THD,
-            mask_mode="causal",
+            plan.max_length,
+            plan.max_context,
+            o_THD,
+            self._workspace,
         )

@@ -6,7 +6,6 @@ Shapes as in `attention`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,9 +29,9 @@ class XqaDecode:
     """One launch a layer. A context of 0 is not allowed."""
 
     def __init__(self) -> None:
-        import flashinfer.decode
+        from inference_service.kernels import flashinfer_ops
 
-        self._run: Any = flashinfer.decode.xqa_batch_decode_with_kv_cache
+        self._ops = flashinfer_ops
         # Zero at first use; the kernel leaves its semaphores at zero.
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
 
@@ -43,15 +42,4 @@ class XqaDecode:
 
     def __call__(self, q_THD: Tensor, kv_P2HSD: Tensor, plan: XqaPlan, o_THD: Tensor) -> None:
         assert q_THD.is_contiguous() and o_THD.is_contiguous()
-        self._run(
-            q_THD,
-            kv_P2HSD,
-            self._workspace,
-            plan.pages_BM,
-            plan.contexts_B,
-            plan.max_context,
-            bmm1_scale=q_THD.shape[-1] ** -0.5,
-            bmm2_scale=1.0,
-            out=o_THD,
-            kv_layout="HND",
-        )
+        self._ops.xqa(q_THD, kv_P2HSD, plan.pages_BM, plan.contexts_B, plan.max_context, o_THD, self._workspace)

@@ -55,3 +55,14 @@ class OneDnnGemm(TorchGemm):
     def __call__(self, x_TK: Tensor, packed: Tensor, bias_N: Tensor | None) -> Tensor:
         y_TN: Tensor = torch.ops.mkldnn._linear_pointwise(x_TK, packed, bias_N, "none", [], "")
         return y_TN
+
+
+CUTE_DSL_TOKENS = 32
+"""How many tokens the CuTe DSL's kernels take."""
+
+
+def fits_cute_dsl(x_TK: Tensor, weight_NK: Tensor) -> bool:
+    """Whether the kernels take a product. For the operator itself to ask, since what is traced has no addresses."""
+    tokens, inputs = x_TK.shape
+    laid_out = all(tensor.is_contiguous() and tensor.data_ptr() % 32 == 0 for tensor in (x_TK, weight_NK))
+    return laid_out and 0 < tokens <= CUTE_DSL_TOKENS and inputs % 128 == 0

@@ -77,11 +77,11 @@ class TritonKvAppend:
     def __init__(self) -> None:
         from inference_service.kernels import triton_kv_append
 
-        self._append: Any = triton_kv_append.append
+        self._kernels = triton_kv_append
 
     def plan(self, layout: StepLayout, kv_P2HSD: Tensor, table_PD: Tensor) -> tuple[Tensor, ...]:
         return table_PD, layout.positions_T, layout.row_T, layout.pages_RM
 
     def __call__(self, qkv_TND: Tensor, norms: HeadNorms | None, kv_P2HSD: Tensor, plan: tuple[Tensor, ...]) -> Tensor:
-        q_THD: Tensor = self._append(qkv_TND, norms and (norms.q_D, norms.k_D, norms.eps), kv_P2HSD, *plan)
-        return q_THD
+        weights = (norms.q_D, norms.k_D, norms.eps) if norms else (None, None, 0.0)
+        return self._kernels.append(qkv_TND, kv_P2HSD, *weights, *plan)

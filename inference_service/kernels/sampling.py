@@ -133,7 +133,11 @@ class TritonSampling:
         seed_R: Tensor,
         position_R: Tensor,
     ) -> Tensor:
-        ids_R: Tensor = self._kernels.draw(logits_RV, temperature_R, top_k_R, top_p_R, min_p_R, seed_R, position_R)
+        return self._draw(logits_RV, temperature_R, top_k_R, top_p_R, min_p_R, seed_R, position_R)
+
+    def _draw(self, logits_RV: Tensor, *parameters: Any) -> Tensor:
+        """`parameters` as in `sample_padded`, then whether any row has a top_k, and a top_p."""
+        ids_R: Tensor = self._kernels.draw(logits_RV, *parameters)
         return ids_R
 
     def __call__(self, logits_RV: Tensor, draws: Draws) -> Tensor:
@@ -145,8 +149,7 @@ class TritonSampling:
 
         rows = (spread(draws.temperature_X), spread(draws.top_k_X), spread(draws.top_p_X), spread(draws.min_p_X))
         any_filter = bool(draws.top_k_limit), draws.any_top_p
-        ids_R: Tensor = self._kernels.draw(logits_RV, *rows, spread(draws.seed_X), spread(draws.position_X), *any_filter)
-        return ids_R
+        return self._draw(logits_RV, *rows, spread(draws.seed_X), spread(draws.position_X), *any_filter)
 
 
 def _filter(logits_FV: Tensor, draws: Draws) -> Tensor:

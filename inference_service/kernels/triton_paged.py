@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from inference_service.kernels.custom_op import custom_op, nothing
 from inference_service.kernels.triton_launch import dependent_launch
 
 
@@ -120,18 +121,19 @@ def _combine(o_THXD, weight_THX, o_THD, HEAD_DIM: tl.constexpr, SPLITS: tl.const
     tl.store(o_THD + head * HEAD_DIM + dim, tl.sum(o * weight[:, None], 0) / tl.where(total > 0, total, 1.0))
 
 
+@custom_op(nothing, mutates=("o_THD",))
 def attend(
     q_THD: Tensor,
     kv_P2HSD: Tensor,
     positions_T: Tensor,
     row_T: Tensor,
     pages_RM: Tensor,
-    splits: int = 1,
-    o_THD: Tensor | None = None,
+    splits: int,
+    o_THD: Tensor,
     stages: int = 3,
     warps: int = 4,
-) -> Tensor:
-    """o_THD, contiguous; made where it is not given. Positions are as in `StepAttention`.
+) -> None:
+    """Write the output into `o_THD`, which is contiguous. Positions are as in `StepAttention`.
 
     `splits` is a power of two; at most 16 query heads share a KV head; D is a power of two; query, cache and the rows of `pages_RM` are
     contiguous.
@@ -140,7 +142,6 @@ def attend(
     (tokens, heads, head_dim), device = q_THD.shape, q_THD.device
     _, _, kv_heads, page_size, _ = kv_P2HSD.shape
     assert positions_T.shape == row_T.shape == (tokens,) and heads % kv_heads == 0 and heads <= 16 * kv_heads
-    o_THD = torch.empty_like(q_THD) if o_THD is None else o_THD
     parts = (tokens, heads, splits) if splits > 1 else (0, 0, 0)
     o_THXD = torch.empty(*parts, head_dim, dtype=torch.float32, device=device)
     weight_THX = torch.empty(parts, dtype=torch.float32, device=device)
@@ -167,4 +168,3 @@ def attend(
     )
     if splits > 1:
         _combine[(tokens * heads,)](o_THXD, weight_THX, o_THD, HEAD_DIM=head_dim, SPLITS=splits, num_warps=4, **dependent_launch(device))
-    return o_THD

@@ -14,7 +14,7 @@ from torch import Tensor
 from inference_service.kernels.attention import StepLayout
 from inference_service.kernels.attention_mixed import StepAttention
 from inference_service.models.config import ModelConfig
-from inference_service.models.layers import Attention, Build, Linear, Mlp, StepContext
+from inference_service.models.layers import Attention, Build, Linear, Mlp, SparseMlp, StepContext
 from inference_service.models.rotary import rotary_table
 
 
@@ -95,6 +95,14 @@ class Decoder:
                 return x_TC.new_empty(0, self.config.vocab_size)
             x_TC, residual_TC = x_TC.index_select(0, logits_R), residual_TC.index_select(0, logits_R)
         return self.head(norm.add_rms_norm(x_TC, residual_TC, self.norm_C, eps))
+
+    def take_chosen_experts(self) -> list[Tensor]:
+        """ids_TK of each layer with experts, as the last `forward` chose them; they are forgotten here."""
+        sparse = [layer.mlp for layer in self.layers if isinstance(layer.mlp, SparseMlp)]
+        chosen = [mlp.chosen_TK for mlp in sparse if mlp.chosen_TK is not None]
+        for mlp in sparse:
+            mlp.chosen_TK = None
+        return chosen
 
     def new_cache(self, pages: int, page_size: int, device: torch.device) -> list[Tensor]:
         """An empty cache, kv_P2HSD a layer. Zeroed, since masked slots are multiplied by 0 and must be finite."""

@@ -137,6 +137,8 @@ class SparseMlp:
         self.router = Linear(build, {"gate": moe.experts}, hidden_size)
         self.gate_up = build.empty(moe.experts, 2 * moe.intermediate_size, hidden_size)
         self.down = build.empty(moe.experts, hidden_size, moe.intermediate_size)
+        self.chosen_TK: Tensor | None = None
+        """Each token's experts in the step computed last. A CUDA graph writes them anew as long as somebody holds on to the tensor."""
 
     def weights(self) -> dict[str, Tensor]:
         views = self.router.weights()
@@ -152,4 +154,6 @@ class SparseMlp:
 
     def __call__(self, x_TC: Tensor) -> Tensor:
         ids_TK, weights_TK = self.routing(self.router(x_TC), self.config.top_k, self.config.renormalize)
+        if not torch.compiler.is_compiling():
+            self.chosen_TK = ids_TK
         return self.moe(x_TC, self.gate_up, self.down, ids_TK, weights_TK)

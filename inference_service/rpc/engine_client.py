@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable
 from itertools import count
 
@@ -18,6 +19,7 @@ import zmq
 from inference_service.messages import (
     Abort,
     EngineStart,
+    ExpertSample,
     Failed,
     Finish,
     Hello,
@@ -31,6 +33,9 @@ from inference_service.messages import (
     ToFrontEnd,
 )
 from inference_service.rpc.errors import RpcError, unavailable
+
+EXPERT_SAMPLES = 64
+"""Counts of experts that are kept: those of the last seconds."""
 
 
 class Stream:
@@ -85,6 +90,10 @@ class EngineClient:
         self.ready: Ready | None = None
         self.error: str | None = None
         self.load = Load(0, 0, 0, 0)
+        self.experts: deque[ExpertSample] = deque(maxlen=EXPERT_SAMPLES)
+        """The newest counts of experts."""
+        self.compiles = 0
+        """Kernels that the engine has compiled or loaded since it was ready."""
         self._heard_ns = time.monotonic_ns()
         self.output_tokens = 0
         """Ids received since the start."""
@@ -188,7 +197,9 @@ class EngineClient:
     def _dispatch(self, message: ToFrontEnd) -> None:
         self._heard_ns = time.monotonic_ns()
         if isinstance(message, Step):
-            self.load = message.load
+            self.load, self.compiles = message.load, message.compiles
+            if message.experts:
+                self.experts.append(message.experts)
             for output in message.outputs:
                 self.output_tokens += len(output.token_ids)
                 stream = self._streams.get(output.key)

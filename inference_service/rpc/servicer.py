@@ -6,7 +6,9 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from statistics import fmean
 from typing import Any, ParamSpec, TypeVar
 
 import grpc
@@ -15,7 +17,7 @@ from google.protobuf.message import Message
 from inference.v1 import generate_pb2, inference_pb2_grpc, info_pb2
 from inference_service import __version__
 from inference_service.config import Config
-from inference_service.messages import Ready
+from inference_service.messages import ExpertSample, Ready
 from inference_service.rpc.engine_client import EngineClient
 from inference_service.rpc.errors import RpcError, invalid
 from inference_service.rpc.generation import Generation
@@ -249,11 +251,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             limits=info_pb2.Limits(
                 max_requests=batch.max_requests,
                 max_step_tokens=batch.step_tokens,
-                max_prefill_tokens=batch.prefill_tokens,
+                max_prefill_tokens=ready.prefill_tokens,
                 max_queue=self._config.server.max_queue,
                 page_size=ready.page_size,
                 pages=ready.pages,
             ),
+            compiles_since_ready=self._engine.compiles,
         )
 
     async def GetLoad(self, request: info_pb2.GetLoadRequest, context: Context) -> info_pb2.GetLoadResponse:
@@ -267,12 +270,21 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             pages_total=ready.pages if ready else 0,
             output_tokens_per_s=self._meter.rate(),
             draining=self._lifecycle.draining,
+            experts=_expert_loads(self._engine.experts),
         )
 
     async def Drain(self, request: info_pb2.DrainRequest, context: Context) -> info_pb2.DrainResponse:
         """See inference.proto."""
         self._lifecycle.drain()
         return info_pb2.DrainResponse(in_flight=self._lifecycle.in_flight)
+
+
+def _expert_loads(samples: Iterable[ExpertSample]) -> list[info_pb2.ExpertLoad]:
+    """One a batch, the smallest first."""
+    counts: dict[int, list[float]] = defaultdict(list)
+    for sample in samples:
+        counts[sample.batch].append(sample.distinct)
+    return [info_pb2.ExpertLoad(batch=batch, steps=len(each), distinct_experts=fmean(each)) for batch, each in sorted(counts.items())]
 
 
 async def _unblocked(message: Message, read: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

@@ -48,8 +48,8 @@ class Case:
         expected, rounded = self.expected_BTV[:, first:last].argmax(-1), self.rounded_BTV[:, first:last].argmax(-1)
         ours, theirs = (float((ids.to(expected.device) == expected).float().mean()) for ids in (ids_BT, rounded))
         print(f"top-1 agreement {ours:.4f}, of transformers in bfloat16 {theirs:.4f}, over {expected.numel()} positions")
-        # Two roundings of one near tie may fall either way: where transformers itself does not reach 99 %, we may not either.
-        assert ours >= min(0.99, theirs - 0.003) - 2 / expected.numel()
+        # Of a few positions, two more: one near tie must not decide.
+        assert ours >= 0.99 - (0 if expected.numel() >= 2000 else 2 / expected.numel())
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3-moe"])

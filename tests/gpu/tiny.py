@@ -28,10 +28,12 @@ def make_config(family: str) -> transformers.PretrainedConfig:
     )
 
 
-def save_tiny(family: str, model_dir: Path, std: float = 0.03, spread: float = 2.5) -> None:
+def save_tiny(family: str, model_dir: Path, std: float = 0.02, spread: float = 2.5, router: float = 8.0) -> None:
     """Write a bfloat16 checkpoint with weights of `std` and norms near 1.
 
-    The rows of the LM head are of unlike length, so that the best logit seldom has a rival within rounding.
+    The rows of the LM head are of unlike length, so that the best logit seldom has a rival within rounding; and routers' weights are
+    `router` times as large, so that the last of the chosen experts, which rounding may exchange for another, weighs little. With both,
+    transformers in bfloat16 has the best token of float32 at 99.7 % of all positions; without, at 98.7 %, and so would nobody reach 99 %.
     """
     torch.manual_seed(0)
     models: Any = transformers.AutoModelForCausalLM
@@ -39,6 +41,7 @@ def save_tiny(family: str, model_dir: Path, std: float = 0.03, spread: float = 2
     with torch.no_grad():
         for name, weight in model.named_parameters():
             weight.normal_(1.0, 0.1) if name.endswith("norm.weight") else weight.normal_(0.0, std)
+            weight.mul_(router if name.endswith("mlp.gate.weight") else 1.0)
         head = model.lm_head.weight
         head.mul_((spread * torch.randn(len(head), 1)).exp())
     model.to(torch.bfloat16).save_pretrained(model_dir)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from inference_service.config import ConfigError, Kernels
 from inference_service.kernels import support
 from inference_service.kernels.attention import StepLayout
+from inference_service.kernels.gemm import fits_cute_dsl
 from inference_service.kernels.kv_append import HeadNorms, TorchKvAppend
 from inference_service.kernels.moe import TorchMoe
 from inference_service.kernels.routing import TorchRouting
@@ -52,7 +53,7 @@ def test_every_refusal_has_a_reason() -> None:
     for row in support.TABLE:
         for architecture in support.ANY:
             for dtype in support.FLOATS:
-                refusal = row.refusal(setting(architecture, dtype, versions=ALL_THERE))
+                refusal = row.refusal(setting(architecture, dtype, versions=ALL_THERE | {"flashinfer": "0.7.4"}))
                 supported = architecture in row.architectures and dtype in row.dtypes and not row.limit(setting(architecture, dtype))
                 assert (refusal == "") == supported
                 assert "untried" not in refusal
@@ -154,6 +155,25 @@ def test_an_unknown_backend_is_an_error_that_lists_the_known() -> None:
 def test_an_unknown_architecture_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"kernels\.attention_decode: nothing runs here: .*riscv64"):
         select(Kernels(), setting("riscv64", torch.float32))
+
+
+def test_the_low_m_kernels_of_blackwell() -> None:
+    row = next(row for row in support.rows("gemm") if row.backend == "cute-dsl")
+    newer = ALL_THERE | {"flashinfer": "0.7.4"}
+    assert row.refusal(setting("sm_100", torch.bfloat16, versions=newer)) == ""
+    assert "0.7.4 or newer, not 0.6.13" in row.refusal(setting("sm_100", torch.bfloat16, versions=ALL_THERE))
+    assert "sm_100 and sm_103" in row.refusal(setting("sm_90", torch.bfloat16, versions=newer))
+    assert "bfloat16" in row.refusal(setting("sm_100", torch.float16, versions=newer))
+
+
+def test_what_the_low_m_kernels_take() -> None:
+    x, weight = torch.zeros(33, 256, dtype=torch.bfloat16), torch.zeros(48, 256, dtype=torch.bfloat16)
+    storage = torch.zeros(48 * 256 + 8, dtype=torch.bfloat16)
+    assert fits_cute_dsl(x[:1], weight) and fits_cute_dsl(x[:32], weight)
+    assert not fits_cute_dsl(x, weight) and not fits_cute_dsl(x[:0], weight)
+    assert not fits_cute_dsl(x[:4, :192].contiguous(), weight[:, :192].contiguous())
+    assert not fits_cute_dsl(x[:4, :128], weight[:, :128].contiguous()) and not fits_cute_dsl(x[:4, :128].contiguous(), weight[:, :128])
+    assert not fits_cute_dsl(x[:4], storage[8:].view(48, 256)), "16 bytes off"
 
 
 @pytest.mark.parametrize("row", [row for row in support.rows("gemm") if "x86_64" in row.architectures], ids=lambda row: row.backend)
