@@ -31,7 +31,17 @@ class Row:
     logprobs: int = -1
     """Alternatives to give with the sampled token; -1: no log-probabilities."""
     banned_ids: list[int] = field(default_factory=list)
-    """Ids that must not be drawn in this step (stop tokens before min_tokens)."""
+    """Ids that must not be drawn in this step (stop tokens before min_tokens, words of one token)."""
+    banned_after: list[tuple[int, int]] = field(default_factory=list)
+    """Pairs: where the sequence's last token is the first id, the second must not be drawn. For words whose end the host cannot yet see."""
+    history: list[int] = field(default_factory=list)
+    """The whole sequence, in the first row that samples since the request took its slot, where penalties count tokens; else empty."""
+    prompt_tokens: int = 0
+    """With `history`: how many of it are the prompt's."""
+    prompt_logprobs: int = -1
+    """Alternatives to give for the prompt tokens that this row's tokens are followed by; -1: none at all."""
+    allowed: bytes = b""
+    """A bit a token id of the vocabulary, little-endian in 32-bit words: those that the grammar permits next. Empty: all."""
 
     @property
     def is_decode(self) -> bool:
@@ -48,6 +58,8 @@ class StepPlan:
     """What one step computes: decode rows first, then prefill rows."""
 
     rows: list[Row]
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    """Pages to copy before anything else: from, to."""
 
     @property
     def tokens(self) -> int:
@@ -61,6 +73,8 @@ class StepResult:
     token_ids: list[int]
     logprobs: list[TokenLogprobs | None]
     """One entry a sampling row; None where the row asked for none."""
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    """By the row's place in the plan, for rows that asked: one entry for each of its tokens whose next token is in the prompt."""
 
 
 class Ticket(Protocol):
