@@ -53,6 +53,11 @@ class Sampling(Frame, frozen=True):
         """Whether a token's logit depends on how often it occurred."""
         return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
 
+    @property
+    def changes_logits(self) -> bool:
+        """Whether logits get other finite values than the model gave them."""
+        return bool(self.logit_bias) or self.has_penalties
+
 
 class Grammar(Frame, frozen=True):
     """The language that an answer must belong to."""
@@ -61,6 +66,10 @@ class Grammar(Frame, frozen=True):
     """json_schema, regex, grammar (EBNF) or choices."""
     text: str
     """The schema, the expression, the grammar; of choices, a JSON list of strings."""
+    end_ids: list[int]
+    """The model's end-of-sequence tokens, permitted wherever the language permits the end."""
+    ignore_end: bool = False
+    """Goes on for as long as the language permits: `end_ids` are never drawn."""
 
 
 class Submit(Frame, frozen=True, tag="submit"):
@@ -87,7 +96,7 @@ class Submit(Frame, frozen=True, tag="submit"):
     cache_salt: str = ""
     """Pages of the prefix cache are shared among requests of one salt."""
     fork_of: int = -1
-    """The key of another choice of the same request, whose prompt's pages this one takes over; -1: none."""
+    """The key of another choice of the same request, whose prompt's pages this one takes over (and so no prompt_logprobs); -1: none."""
     grammar: Grammar | None = None
 
 
@@ -116,14 +125,14 @@ class TokenLogprobs(Frame, frozen=True):
 
 
 class Finish(Frame, frozen=True):
-    """Why a request ended: "stop", "length", "deadline" or "invalid" (before its first step); the front end adds "abort"."""
+    """Why a request ended: "stop", "length", "deadline", "invalid" (before its first step) or "failed"; the front end adds "abort"."""
 
     reason: str
     stop_token_id: int = -1
     """The token that ended it, with "stop"."""
     preemptions: int = 0
     error: str = ""
-    """With "invalid": the field and what is wrong with it."""
+    """With "invalid" and "failed": what is wrong with the grammar."""
 
 
 class Output(Frame, frozen=True):

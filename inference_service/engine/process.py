@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from inference_service.config import Config
+from inference_service.engine.grammars import Grammars
 from inference_service.engine.kv_pages import KvPages
 from inference_service.engine.link import FrontEnds
 from inference_service.engine.loop import EngineLoop
@@ -32,7 +33,8 @@ def main() -> None:
         executor = load_executor(start, front_ends)
         front_ends.broadcast(ready(start.config, executor))
         pages = KvPages(executor.info.pages, start.config.cache.page_size, prefix=start.config.cache.prefix)
-        EngineLoop(front_ends, Scheduler(start.config.batch, pages), executor, start.parent_pid).run()
+        grammars = Grammars(start.model_dir, executor.info.vocab_size)
+        EngineLoop(front_ends, Scheduler(start.config.batch, pages, grammars), executor, start.parent_pid).run()
     except Exception as error:
         if not isinstance(error, ValueError):  # a wrong configuration or model says all in its message
             log.exception("the engine failed")

@@ -39,13 +39,29 @@ class Row:
     prompt_tokens: int = 0
     """With `history`: how many of it are the prompt's."""
     prompt_logprobs: int = -1
-    """Alternatives to give for the prompt tokens that this row's tokens are followed by; -1: none at all."""
+    """Alternatives to give for each of `next_ids`; -1: no log-probabilities of them."""
+    next_ids: list[int] = field(default_factory=list)
+    """With `prompt_logprobs`: the prompt's tokens that follow each of the row's, as far as the prompt goes."""
     allowed: bytes = b""
     """A bit a token id of the vocabulary, little-endian in 32-bit words: those that the grammar permits next. Empty: all."""
+    known_plain: bool = False
+    """Who made the row knows that it `is_plain`, which takes longer to find out, and every row of every step is asked."""
 
     @property
     def is_decode(self) -> bool:
         return not self.token_ids
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the row wants its next token alone, drawn from the logits as the model gives them."""
+        return self.known_plain or not (
+            self.logprobs >= 0
+            or self.banned_ids
+            or self.banned_after
+            or self.allowed
+            or self.prompt_logprobs >= 0
+            or self.sampling.changes_logits
+        )
 
     @property
     def position(self) -> int:
@@ -74,7 +90,7 @@ class StepResult:
     logprobs: list[TokenLogprobs | None]
     """One entry a sampling row; None where the row asked for none."""
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
-    """By the row's place in the plan, for rows that asked: one entry for each of its tokens whose next token is in the prompt."""
+    """By the row's place in the plan, for rows that asked: one entry for each of its `next_ids`."""
 
 
 class Ticket(Protocol):

@@ -73,6 +73,14 @@ class Decoder:
         `logits_R` are the tokens (indices into T) whose logits are wanted; None: all. `mixed`: attend by the one kernel for whole
         steps, which knows of the layout its tensors alone, so that a CUDA graph can hold a step with prefill chunks.
         """
+        return self.logits(self.hidden(token_ids_T, layout, caches, logits_R, mixed))
+
+    def logits(self, hidden_RC: Tensor) -> Tensor:
+        """logits_RV of what `hidden` gave. Apart, since those of a long prompt are too large to make all at once."""
+        return self.head(hidden_RC) if len(hidden_RC) else hidden_RC.new_empty(0, self.config.vocab_size)
+
+    def hidden(self, token_ids_T: Tensor, layout: StepLayout, caches: list[Tensor], logits_R: Tensor | None, mixed: bool = False) -> Tensor:
+        """The same up to the head's input, hidden_RC."""
         norm, eps = self.operators.norm, self.config.rms_norm_eps
         attention: StepAttention = self.operators.attention_mixed if mixed else self.operators.attention
         step = StepContext(
@@ -92,9 +100,9 @@ class Decoder:
         assert x_TC is not None
         if logits_R is not None:
             if not len(logits_R):
-                return x_TC.new_empty(0, self.config.vocab_size)
+                return x_TC[:0]
             x_TC, residual_TC = x_TC.index_select(0, logits_R), residual_TC.index_select(0, logits_R)
-        return self.head(norm.add_rms_norm(x_TC, residual_TC, self.norm_C, eps))
+        return norm.add_rms_norm(x_TC, residual_TC, self.norm_C, eps)
 
     def new_cache(self, pages: int, page_size: int, device: torch.device) -> list[Tensor]:
         """An empty cache, kv_P2HSD a layer. Zeroed, since masked slots are multiplied by 0 and must be finite."""
