@@ -18,15 +18,15 @@ class FlashInferNorm:
     def __init__(self) -> None:
         import flashinfer.norm
 
-        self._norm: Any = flashinfer.norm.rmsnorm
-        self._add_norm: Any = flashinfer.norm.fused_add_rmsnorm
+        self._norms: list[Any] = [flashinfer.norm.rmsnorm, flashinfer.norm.gemma_rmsnorm]
+        self._add_norms: list[Any] = [flashinfer.norm.fused_add_rmsnorm, flashinfer.norm.gemma_fused_add_rmsnorm]
 
-    def rms_norm(self, x_TC: Tensor, weight_C: Tensor, eps: float) -> Tensor:
-        y_TC: Tensor = self._norm(x_TC, weight_C, eps)
+    def rms_norm(self, x_TC: Tensor, weight_C: Tensor, eps: float, zero_centered: bool = False) -> Tensor:
+        y_TC: Tensor = self._norms[zero_centered](x_TC, weight_C, eps)
         return y_TC
 
-    def add_rms_norm(self, x_TC: Tensor, residual_TC: Tensor, weight_C: Tensor, eps: float) -> Tensor:
-        self._add_norm(x_TC, residual_TC, weight_C, eps)
+    def add_rms_norm(self, x_TC: Tensor, residual_TC: Tensor, weight_C: Tensor, eps: float, zero_centered: bool = False) -> Tensor:
+        self._add_norms[zero_centered](x_TC, residual_TC, weight_C, eps)
         return x_TC
 
 
@@ -37,7 +37,12 @@ class CublasGemm(TorchGemm):
         import flashinfer.activation
 
         self._silu_and_mul: Any = flashinfer.activation.silu_and_mul
+        self._gelu_tanh_and_mul: Any = flashinfer.activation.gelu_tanh_and_mul
 
     def silu_and_mul(self, gate_up_T2I: Tensor) -> Tensor:
         y_TI: Tensor = self._silu_and_mul(gate_up_T2I)
+        return y_TI
+
+    def gelu_tanh_and_mul(self, gate_up_T2I: Tensor) -> Tensor:
+        y_TI: Tensor = self._gelu_tanh_and_mul(gate_up_T2I)
         return y_TI

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from inference_service.kernels.moe import ClampedSwiglu
+
 TUNE_MAX_TOKENS = 8192
 """The largest batch that is tuned for; larger ones run as this one does. FlashInfer keeps the first value of a process for good."""
 GEMV_TOKENS = 8
@@ -32,7 +34,10 @@ class CutlassMoe:
     def pack(self, gate_up_E2IC: Tensor, down_ECI: Tensor) -> tuple[Tensor, Tensor]:
         return gate_up_E2IC, down_ECI
 
-    def __call__(self, x_TC: Tensor, gate_up: Tensor, down: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    def __call__(
+        self, x_TC: Tensor, gate_up: Tensor, down: Tensor, ids_TK: Tensor, weights_TK: Tensor, clamped: ClampedSwiglu | None = None
+    ) -> Tensor:
+        assert clamped is None
         y_TC = torch.empty_like(x_TC)
         self._fused_moe(
             x_TC,
@@ -61,7 +66,10 @@ class GemvMoe:
     def pack(self, gate_up_E2IC: Tensor, down_ECI: Tensor) -> tuple[Tensor, Tensor]:
         return gate_up_E2IC, down_ECI
 
-    def __call__(self, x_TC: Tensor, gate_up: Tensor, down: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    def __call__(
+        self, x_TC: Tensor, gate_up: Tensor, down: Tensor, ids_TK: Tensor, weights_TK: Tensor, clamped: ClampedSwiglu | None = None
+    ) -> Tensor:
+        assert clamped is None
         y_TC: Tensor = self._gemv(x_TC, gate_up, down, ids_TK, weights_TK, up_first=True)
         return y_TC
 
@@ -77,7 +85,10 @@ class GemvOrCutlassMoe:
     def pack(self, gate_up_E2IC: Tensor, down_ECI: Tensor) -> tuple[Tensor, Tensor]:
         return gate_up_E2IC, down_ECI
 
-    def __call__(self, x_TC: Tensor, gate_up: Tensor, down: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    def __call__(
+        self, x_TC: Tensor, gate_up: Tensor, down: Tensor, ids_TK: Tensor, weights_TK: Tensor, clamped: ClampedSwiglu | None = None
+    ) -> Tensor:
+        assert clamped is None
         moe = self._few if len(x_TC) <= GEMV_TOKENS else self._many
         return moe(x_TC, gate_up, down, ids_TK, weights_TK)
 

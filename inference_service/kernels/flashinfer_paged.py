@@ -5,6 +5,7 @@ Shapes as in `attention`.
 
 from __future__ import annotations
 
+from collections import deque
 from functools import cache
 from itertools import accumulate
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inference_service.kernels.attention import StepLayout
+from inference_service.kernels.attention import PLAIN, AttentionSpec, StepLayout
 
 WORKSPACE_BYTES = 256 << 20
 """For partial outputs of contexts that are split: at most 2 tiles of 128 rows a multiprocessor and query head of a group, in float32."""
@@ -33,7 +34,7 @@ def pinned(values: list[int], device: torch.device) -> Tensor:
 class PagedAttention:
     """Attention of some rows, by FlashInfer's `backend`.
 
-    A plan lies in the wrapper's pinned memory until the device has copied it, hence one wrapper for each step in flight.
+    A plan lies in the wrapper's pinned memory until the device has copied it, hence one wrapper for each step in flight and each spec.
     """
 
     backend: str
@@ -42,18 +43,17 @@ class PagedAttention:
         from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
 
         self._make_wrapper: Any = BatchPrefillWithPagedKVCacheWrapper
-        self._wrappers: list[tuple[Any, torch.cuda.Event]] = []
-        self._steps = 0
+        self._wrappers: dict[AttentionSpec, deque[tuple[Any, torch.cuda.Event]]] = {}
 
     def _rows(self, layout: StepLayout) -> slice:
         raise NotImplementedError
 
-    def plan(self, layout: StepLayout, kv_P2HSD: Tensor, heads: int) -> Any:
+    def plan(self, layout: StepLayout, kv_P2HSD: Tensor, heads: int, spec: AttentionSpec = PLAIN) -> Any:
         device, (_, _, kv_heads, page_size, head_dim) = kv_P2HSD.device, kv_P2HSD.shape
         rows = self._rows(layout)
         lengths, contexts = layout.lengths[rows], layout.contexts[rows]
         pages = [-(-context // page_size) for context in contexts]
-        wrapper, copied = self._next(device)
+        wrapper, copied = self._next(device, spec)
         wrapper.plan(
             pinned([0, *accumulate(lengths)], device),
             pinned([0, *accumulate(pages)], device),
@@ -64,6 +64,9 @@ class PagedAttention:
             head_dim,
             page_size,
             causal=True,
+            sm_scale=spec.scale,
+            window_left=-1 if spec.window is None else spec.window - 1,
+            logits_soft_cap=spec.soft_cap,
             q_data_type=kv_P2HSD.dtype,
             kv_data_type=kv_P2HSD.dtype,
             seq_lens=pinned(contexts, device),
@@ -72,18 +75,19 @@ class PagedAttention:
         copied.record()
         return wrapper
 
-    def __call__(self, q_THD: Tensor, kv_P2HSD: Tensor, plan: Any, o_THD: Tensor) -> None:
+    def __call__(self, q_THD: Tensor, kv_P2HSD: Tensor, plan: Any, o_THD: Tensor, sinks_H: Tensor | None = None) -> None:
+        assert sinks_H is None
         plan.run(q_THD, kv_P2HSD, out=o_THD)
 
-    def _next(self, device: torch.device) -> tuple[Any, torch.cuda.Event]:
-        if not self._wrappers:
+    def _next(self, device: torch.device, spec: AttentionSpec) -> tuple[Any, torch.cuda.Event]:
+        if spec not in self._wrappers:
             make, workspace = self._make_wrapper, _workspace(device)
             wrappers = [make(workspace, "HND", backend=self.backend) for _ in range(IN_FLIGHT)]
-            self._wrappers = [(wrapper, torch.cuda.Event()) for wrapper in wrappers]  # type: ignore[no-untyped-call]
-        wrapper, copied = self._wrappers[self._steps % IN_FLIGHT]
-        self._steps += 1
-        copied.synchronize()
-        return wrapper, copied
+            self._wrappers[spec] = deque((wrapper, torch.cuda.Event()) for wrapper in wrappers)  # type: ignore[no-untyped-call]
+        ring = self._wrappers[spec]
+        ring.rotate()
+        ring[0][1].synchronize()
+        return ring[0]
 
 
 class Fa2Decode(PagedAttention):

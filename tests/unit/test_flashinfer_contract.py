@@ -32,7 +32,7 @@ CALLS = [
             "head_dim_qk",
             "page_size",
         ],
-        ["causal", "q_data_type", "kv_data_type", "seq_lens", "max_token_per_sequence"],
+        ["causal", "q_data_type", "kv_data_type", "seq_lens", "max_token_per_sequence", "sm_scale", "window_left", "logits_soft_cap"],
     ),
     ("prefill", "BatchPrefillWithPagedKVCacheWrapper.run", ["self", "q", "paged_kv_cache"], ["out"]),
     (
@@ -55,7 +55,10 @@ CALLS = [
     ),
     ("norm", "rmsnorm", ["input", "weight", "eps"], []),
     ("norm", "fused_add_rmsnorm", ["input", "residual", "weight", "eps"], []),
+    ("norm", "gemma_rmsnorm", ["input", "weight", "eps"], []),
+    ("norm", "gemma_fused_add_rmsnorm", ["input", "residual", "weight", "eps"], []),
     ("activation", "silu_and_mul", ["input"], []),
+    ("activation", "gelu_tanh_and_mul", ["input"], []),
 ]
 
 
