@@ -70,7 +70,7 @@ def main() -> None:
     if sparse:
         for name, pairs in (("tuned", tuned), ("untuned", {})):
             tactics.use(pairs)
-            section(f"experts, {name}", lambda: {tokens: experts(sparse, loaded.model.norm_C, tokens) for tokens in (512, *prompts)})
+            section(f"experts, {name}", lambda: {tokens: experts(sparse, loaded.model.norm.weight_C, tokens) for tokens in (512, *prompts)})
     executor.close()
 
 

@@ -46,7 +46,7 @@ def _tune_experts(config: Config, loaded: LoadedModel, progress: Report) -> dict
     progress("tuning the experts' kernels, which takes about half a minute")
     tactics = expert_tactics().tune(
         lambda x_TC, ids_TK, weights_TK: sparse.moe(x_TC, sparse.gate_up, sparse.down, ids_TK, weights_TK),
-        loaded.model.norm_C,
+        loaded.model.norm.weight_C,
         sparse.config.experts,
         sparse.config.top_k,
         config.batch.step_tokens,

@@ -16,6 +16,8 @@ from inference_service.engine.step import Executor, Ticket
 from inference_service.messages import Abort, ExpertSample, Output, Step, Submit
 
 HEARTBEAT_S = 1.0
+PATIENCE_S = 0.01
+"""Where requests are there but none can be computed: their grammars are being compiled."""
 
 
 class EngineLoop:
@@ -31,9 +33,10 @@ class EngineLoop:
     def run(self) -> None:
         """Step until the parent process dies. Raises what a step raises."""
         in_flight: tuple[Scheduled, Ticket] | None = None
+        busy = False
         while os.getppid() == self._parent:
-            self._receive(block=in_flight is None and not len(self.scheduler))
-            outputs = self.scheduler.expire(time.monotonic_ns())
+            self._receive(0.0 if busy else HEARTBEAT_S if not len(self.scheduler) else PATIENCE_S)
+            outputs = self.scheduler.follow_grammars() + self.scheduler.expire(time.monotonic_ns())
             experts = None
             step = self.scheduler.schedule(time.monotonic_ns())
             launched = (step, self.executor.launch(step.plan)) if step else None
@@ -46,10 +49,12 @@ class EngineLoop:
                 if result.distinct_experts is not None:
                     experts = ExpertSample(len(scheduled.plan.rows), result.distinct_experts)
             self._send(outputs, experts)
+            # Whatever ended in this round may let something begin in the next.
+            busy = bool(in_flight or launched or outputs)
             in_flight = launched
 
-    def _receive(self, block: bool) -> None:
-        for origin, message in self.front_ends.receive(HEARTBEAT_S if block else 0.0):
+    def _receive(self, timeout_s: float) -> None:
+        for origin, message in self.front_ends.receive(timeout_s, self.scheduler.wake):
             if isinstance(message, Submit):
                 self.scheduler.submit(message, origin)
             elif isinstance(message, Abort):

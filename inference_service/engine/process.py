@@ -13,6 +13,7 @@ import msgspec
 
 from inference_service.config import Batch, Config
 from inference_service.engine.chunk_budget import choose_chunk, measure_chunks
+from inference_service.engine.grammars import Grammars
 from inference_service.engine.kv_pages import KvPages
 from inference_service.engine.link import FrontEnds
 from inference_service.engine.loop import EngineLoop
@@ -41,7 +42,8 @@ def main() -> None:
         batch = find_chunk(start.config, executor, progress)
         front_ends.broadcast(ready(start.config, executor, batch.prefill_tokens))
         pages = KvPages(executor.info.pages, start.config.cache.page_size, prefix=start.config.cache.prefix)
-        loop = EngineLoop(front_ends, Scheduler(batch, pages), executor, start.parent_pid)
+        grammars = Grammars(start.model_dir, executor.info.vocab_size)
+        loop = EngineLoop(front_ends, Scheduler(batch, pages, grammars), executor, start.parent_pid)
         # What is loaded stays; looking through it again would hold up steps for tens of milliseconds.
         gc.collect()
         gc.freeze()

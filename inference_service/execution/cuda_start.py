@@ -6,9 +6,10 @@ import time
 from collections.abc import Callable
 
 import torch
+from msgspec.structs import replace
 
 from inference_service.config import Config
-from inference_service.execution.cuda_executor import CudaExecutor
+from inference_service.execution.cuda_executor import GREEDY, CudaExecutor
 from inference_service.execution.device import find_setting
 from inference_service.execution.loading import LoadedModel, Report
 from inference_service.execution.memory import GIB, MIB, Needs, page_bytes, used_bytes
@@ -102,7 +103,7 @@ def _sorted_tokens(sizes: list[Sizes], mixed: bool) -> list[int]:
 
 def _warm_up(executor: CudaExecutor, config: Config) -> None:
     """Meet what a first request would: prefills of odd and even length, alone and beside decodes, greedy and sampled; with
-    log-probabilities too, which make steps run eagerly that a graph would compute."""
+    log-probabilities too, which make steps run eagerly that a graph would compute, and with changed logits, which are float32."""
     batch = config.batch
     decodes = min(3, batch.max_requests - 1)
     lengths = {1, 17, 128, 500, 1024, batch.prefill_tokens, batch.step_tokens}
@@ -115,3 +116,5 @@ def _warm_up(executor: CudaExecutor, config: Config) -> None:
         executor.prefill(1, 0, RANDOM, logprobs)
         if batch.step_tokens > decodes:
             executor.prefill(1, decodes, RANDOM, logprobs)
+    for sampling in (GREEDY, RANDOM):
+        executor.prefill(1, 0, replace(sampling, logit_bias=[(0, 1.0)]))

@@ -28,11 +28,14 @@ class StepRunner:
 
     def logits(self, step: PackedStep, fields: Fields) -> Tensor:
         """Compute the step's tokens, and give logits_NV."""
+        every = not step.sizes.mixed and step.sizes.samples == step.sizes.tokens
+        return self.model.logits(self.hidden(step, fields, None if every else fields.last_N))
+
+    def hidden(self, step: PackedStep, fields: Fields, last_N: Tensor | None) -> Tensor:
+        """Compute the step's tokens, and give what logits are made of: of all tokens, or those in `last_N`."""
         last_token_id_T = self.last_token_id_S.index_select(0, fields.slots_R.index_select(0, fields.row_T))
         token_ids_T = torch.where(fields.token_ids_T < 0, last_token_id_T, fields.token_ids_T)
-        mixed = step.sizes.mixed
-        last_N = None if not mixed and step.sizes.samples == step.sizes.tokens else fields.last_N
-        return self.model.forward(token_ids_T, step.layout(fields), self.caches, last_N, mixed)
+        return self.model.hidden(token_ids_T, step.layout(fields), self.caches, last_N, step.sizes.mixed)
 
     def draw(self, logits_NV: Tensor, step: PackedStep, fields: Fields) -> Tensor:
         """Draw ids_N, and leave them where the next step's decodes find them."""

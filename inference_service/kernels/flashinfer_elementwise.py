@@ -18,11 +18,11 @@ class FlashInferNorm:
 
         self._ops = flashinfer_ops
 
-    def rms_norm(self, x_TC: Tensor, weight_C: Tensor, eps: float) -> Tensor:
-        return self._ops.rms_norm(x_TC, weight_C, eps)
+    def rms_norm(self, x_TC: Tensor, weight_C: Tensor, eps: float, zero_centered: bool = False) -> Tensor:
+        return self._ops.rms_norm(x_TC, weight_C, eps, zero_centered)
 
-    def add_rms_norm(self, x_TC: Tensor, residual_TC: Tensor, weight_C: Tensor, eps: float) -> Tensor:
-        self._ops.add_rms_norm(x_TC, residual_TC, weight_C, eps)
+    def add_rms_norm(self, x_TC: Tensor, residual_TC: Tensor, weight_C: Tensor, eps: float, zero_centered: bool = False) -> Tensor:
+        self._ops.add_rms_norm(x_TC, residual_TC, weight_C, eps, zero_centered)
         return x_TC
 
 
@@ -36,3 +36,6 @@ class CublasGemm(TorchGemm):
 
     def silu_and_mul(self, gate_up_T2I: Tensor) -> Tensor:
         return self._ops.silu_and_mul(gate_up_T2I)
+
+    def gelu_tanh_and_mul(self, gate_up_T2I: Tensor) -> Tensor:
+        return self._ops.gelu_tanh_and_mul(gate_up_T2I)

@@ -11,7 +11,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from inference_service.kernels.attention import StepLayout
+from inference_service.kernels.attention import PLAIN, AttentionSpec, StepLayout
 from inference_service.kernels.flashinfer_paged import upload
 
 WORKSPACE_BYTES = 16 << 20
@@ -29,6 +29,7 @@ class FmhaPlan:
     starts_kv: Tensor
     max_length: int
     max_context: int
+    scale: float
 
 
 class FmhaV2Prefill:
@@ -40,7 +41,8 @@ class FmhaV2Prefill:
         self._ops = flashinfer_ops
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
 
-    def plan(self, layout: StepLayout, kv_P2HSD: Tensor, heads: int) -> FmhaPlan:
+    def plan(self, layout: StepLayout, kv_P2HSD: Tensor, heads: int, spec: AttentionSpec = PLAIN) -> FmhaPlan:
+        assert spec.window is None and spec.soft_cap is None
         lengths, contexts = layout.lengths[layout.decodes :], layout.contexts[layout.decodes :]
         starts_q, starts_kv = upload([0, *accumulate(lengths), 0, *accumulate(contexts)], kv_P2HSD.device).chunk(2)
         return FmhaPlan(
@@ -50,11 +52,12 @@ class FmhaV2Prefill:
             starts_kv,
             max(lengths),
             max(contexts),
+            spec.scale_for(kv_P2HSD.shape[4]),
         )
 
-    def __call__(self, q_THD: Tensor, kv_P2HSD: Tensor, plan: FmhaPlan, o_THD: Tensor) -> None:
+    def __call__(self, q_THD: Tensor, kv_P2HSD: Tensor, plan: FmhaPlan, o_THD: Tensor, sinks_H: Tensor | None = None) -> None:
         # The kernel knows no strides.
-        assert q_THD.is_contiguous() and kv_P2HSD.is_contiguous() and o_THD.is_contiguous()
+        assert sinks_H is None and q_THD.is_contiguous() and kv_P2HSD.is_contiguous() and o_THD.is_contiguous()
         self._ops.fmha_v2(
             q_THD,
             kv_P2HSD,
@@ -64,6 +67,7 @@ class FmhaV2Prefill:
             plan.starts_kv,
             plan.max_length,
             plan.max_context,
+            plan.scale,
             o_THD,
             self._workspace,
         )

@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
+from inference_service.kernels.moe import ClampedSwiglu
+
 GEMV_TOKENS = 8
 """Up to so many tokens the matrix-vector kernels are faster than CUTLASS (benchmarks/moe_small.py)."""
 
@@ -28,7 +30,10 @@ class CutlassMoe:
     def pack(self, gate_up_E2IC: Tensor, down_ECI: Tensor) -> tuple[Tensor, Tensor]:
         return gate_up_E2IC, down_ECI
 
-    def __call__(self, x_TC: Tensor, gate_up: Tensor, down: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    def __call__(
+        self, x_TC: Tensor, gate_up: Tensor, down: Tensor, ids_TK: Tensor, weights_TK: Tensor, clamped: ClampedSwiglu | None = None
+    ) -> Tensor:
+        assert clamped is None
         return self._ops.cutlass_moe(x_TC, gate_up, down, ids_TK, weights_TK)
 
 
@@ -45,7 +50,10 @@ class GemvMoe:
     def pack(self, gate_up_E2IC: Tensor, down_ECI: Tensor) -> tuple[Tensor, Tensor]:
         return gate_up_E2IC, down_ECI
 
-    def __call__(self, x_TC: Tensor, gate_up: Tensor, down: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    def __call__(
+        self, x_TC: Tensor, gate_up: Tensor, down: Tensor, ids_TK: Tensor, weights_TK: Tensor, clamped: ClampedSwiglu | None = None
+    ) -> Tensor:
+        assert clamped is None
         y_TC: Tensor = self._gemv(x_TC, gate_up, down, ids_TK, weights_TK, up_first=True)
         return y_TC
 
@@ -61,6 +69,9 @@ class GemvOrCutlassMoe:
     def pack(self, gate_up_E2IC: Tensor, down_ECI: Tensor) -> tuple[Tensor, Tensor]:
         return gate_up_E2IC, down_ECI
 
-    def __call__(self, x_TC: Tensor, gate_up: Tensor, down: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    def __call__(
+        self, x_TC: Tensor, gate_up: Tensor, down: Tensor, ids_TK: Tensor, weights_TK: Tensor, clamped: ClampedSwiglu | None = None
+    ) -> Tensor:
+        assert clamped is None
         moe = self._few if len(x_TC) <= GEMV_TOKENS else self._many
         return moe(x_TC, gate_up, down, ids_TK, weights_TK)

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from inference_service.kernels.attention import AttentionSpec
 from inference_service.kernels.custom_op import custom_op, nothing
 from inference_service.kernels.gemm import fits_cute_dsl
 
@@ -26,21 +27,39 @@ TUNE_MAX_TOKENS = 8192
 """The largest batch that experts are tuned for; larger ones run as it does. FlashInfer keeps the first value of a process for good."""
 
 
-@custom_op(lambda x_TC, weight_C, eps: torch.empty_like(x_TC))
-def rms_norm(x_TC: Tensor, weight_C: Tensor, eps: float) -> Tensor:
-    y_TC: Tensor = flashinfer.norm.rmsnorm(input=x_TC, weight=weight_C, eps=eps)
+@custom_op(lambda x_TC, weight_C, eps, zero_centered: torch.empty_like(x_TC))
+def rms_norm(x_TC: Tensor, weight_C: Tensor, eps: float, zero_centered: bool) -> Tensor:
+    """`zero_centered`: the norm's weights are 1 + `weight_C`."""
+    y_TC: Tensor
+    if zero_centered:
+        y_TC = flashinfer.norm.gemma_rmsnorm(input=x_TC, weight=weight_C, eps=eps)
+    else:
+        y_TC = flashinfer.norm.rmsnorm(input=x_TC, weight=weight_C, eps=eps)
     return y_TC
 
 
 @custom_op(nothing, mutates=("x_TC", "residual_TC"))
-def add_rms_norm(x_TC: Tensor, residual_TC: Tensor, weight_C: Tensor, eps: float) -> None:
+def add_rms_norm(x_TC: Tensor, residual_TC: Tensor, weight_C: Tensor, eps: float, zero_centered: bool) -> None:
     """Add x to the residual, and put the residual's norm into x."""
-    flashinfer.norm.fused_add_rmsnorm(input=x_TC, residual=residual_TC, weight=weight_C, eps=eps)
+    if zero_centered:
+        flashinfer.norm.gemma_fused_add_rmsnorm(input=x_TC, residual=residual_TC, weight=weight_C, eps=eps)
+    else:
+        flashinfer.norm.fused_add_rmsnorm(input=x_TC, residual=residual_TC, weight=weight_C, eps=eps)
 
 
-@custom_op(lambda gate_up_T2I: gate_up_T2I.new_empty(*gate_up_T2I.shape[:-1], gate_up_T2I.shape[-1] // 2))
+def _half(gate_up_T2I: Tensor) -> Tensor:
+    return gate_up_T2I.new_empty(*gate_up_T2I.shape[:-1], gate_up_T2I.shape[-1] // 2)
+
+
+@custom_op(_half)
 def silu_and_mul(gate_up_T2I: Tensor) -> Tensor:
     y_TI: Tensor = flashinfer.activation.silu_and_mul(input=gate_up_T2I)
+    return y_TI
+
+
+@custom_op(_half)
+def gelu_tanh_and_mul(gate_up_T2I: Tensor) -> Tensor:
+    y_TI: Tensor = flashinfer.activation.gelu_tanh_and_mul(input=gate_up_T2I)
     return y_TI
 
 
@@ -81,7 +100,16 @@ def cutlass_moe(x_TC: Tensor, gate_up_E2IC: Tensor, down_ECI: Tensor, ids_TK: Te
 
 
 @custom_op(nothing, mutates=("o_BHD", "workspace"))
-def xqa(q_BHD: Tensor, kv_P2HSD: Tensor, pages_BM: Tensor, contexts_B: Tensor, max_context: int, o_BHD: Tensor, workspace: Tensor) -> None:
+def xqa(
+    q_BHD: Tensor,
+    kv_P2HSD: Tensor,
+    pages_BM: Tensor,
+    contexts_B: Tensor,
+    max_context: int,
+    scale: float,
+    o_BHD: Tensor,
+    workspace: Tensor,
+) -> None:
     flashinfer.decode.xqa_batch_decode_with_kv_cache(
         query=q_BHD,
         kv_cache=kv_P2HSD,
@@ -89,7 +117,7 @@ def xqa(q_BHD: Tensor, kv_P2HSD: Tensor, pages_BM: Tensor, contexts_B: Tensor, m
         block_tables=pages_BM,
         seq_lens=contexts_B,
         max_seq_len=max_context,
-        bmm1_scale=q_BHD.shape[-1] ** -0.5,
+        bmm1_scale=scale,
         bmm2_scale=1.0,
         out=o_BHD,
         kv_layout="HND",
@@ -106,6 +134,7 @@ def fmha_v2(
     starts_kv: Tensor,
     max_length: int,
     max_context: int,
+    scale: float,
     o_THD: Tensor,
     workspace: Tensor,
 ) -> None:
@@ -116,7 +145,7 @@ def fmha_v2(
         seq_lens=contexts_R,
         max_q_len=max_length,
         max_kv_len=max_context,
-        bmm1_scale=q_THD.shape[-1] ** -0.5,
+        bmm1_scale=scale,
         bmm2_scale=1.0,
         batch_size=len(contexts_R),
         cum_seq_lens_q=starts_q,
@@ -147,6 +176,7 @@ def plan_paged(
     longest: int,
     heads: int,
     kv_P2HSD: Tensor,
+    spec: AttentionSpec,
 ) -> None:
     """Plan a step of causal attention; indices are int32, and on the host but for `pages`."""
     wrapper, (_, _, kv_heads, page_size, head_dim) = _WRAPPERS[number], kv_P2HSD.shape
@@ -160,6 +190,9 @@ def plan_paged(
         head_dim_qk=head_dim,
         page_size=page_size,
         causal=True,
+        sm_scale=spec.scale,
+        window_left=-1 if spec.window is None else spec.window - 1,
+        logits_soft_cap=spec.soft_cap,
         q_data_type=kv_P2HSD.dtype,
         kv_data_type=kv_P2HSD.dtype,
         seq_lens=contexts,

@@ -5,13 +5,14 @@ Shapes as in `attention`.
 
 from __future__ import annotations
 
+from collections import deque
 from functools import cache
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from inference_service.kernels.attention import StepLayout
+from inference_service.kernels.attention import PLAIN, AttentionSpec, StepLayout
 
 WORKSPACE_BYTES = 256 << 20
 """For partial outputs of contexts that are split: at most 2 tiles of 128 rows a multiprocessor and query head of a group, in float32."""
@@ -32,7 +33,7 @@ def pinned(values: list[int], device: torch.device) -> Tensor:
 class PagedAttention:
     """Attention of some rows, by FlashInfer's `backend`.
 
-    A plan lies in the wrapper's pinned memory until the device has copied it, hence one wrapper for each step in flight.
+    A plan lies in the wrapper's pinned memory until the device has copied it, hence one wrapper for each step in flight and each spec.
     """
 
     backend: str
@@ -41,19 +42,18 @@ class PagedAttention:
         from inference_service.kernels import flashinfer_ops
 
         self._ops = flashinfer_ops
-        self._wrappers: list[tuple[int, torch.cuda.Event]] = []
-        self._steps = 0
+        self._wrappers: dict[AttentionSpec, deque[tuple[int, torch.cuda.Event]]] = {}
 
     def _rows(self, layout: StepLayout) -> slice:
         raise NotImplementedError
 
-    def plan(self, layout: StepLayout, kv_P2HSD: Tensor, heads: int) -> int:
+    def plan(self, layout: StepLayout, kv_P2HSD: Tensor, heads: int, spec: AttentionSpec = PLAIN) -> int:
         """The number of the wrapper that holds the plan."""
         device, page_size = kv_P2HSD.device, kv_P2HSD.shape[3]
         rows = self._rows(layout)
         lengths, contexts = layout.lengths[rows], layout.contexts[rows]
         pages = [-(-context // page_size) for context in contexts]
-        wrapper, copied = self._next(device)
+        wrapper, copied = self._next(device, spec)
         self._ops.plan_paged(
             wrapper,
             pinned([0, *accumulate(lengths)], device),
@@ -64,21 +64,23 @@ class PagedAttention:
             max(lengths),
             heads,
             kv_P2HSD,
+            spec,
         )
         copied.record()
         return wrapper
 
-    def __call__(self, q_THD: Tensor, kv_P2HSD: Tensor, plan: int, o_THD: Tensor) -> None:
+    def __call__(self, q_THD: Tensor, kv_P2HSD: Tensor, plan: int, o_THD: Tensor, sinks_H: Tensor | None = None) -> None:
+        assert sinks_H is None
         self._ops.paged_attention(q_THD, kv_P2HSD, plan, o_THD)
 
-    def _next(self, device: torch.device) -> tuple[int, torch.cuda.Event]:
-        if not self._wrappers:
+    def _next(self, device: torch.device, spec: AttentionSpec) -> tuple[int, torch.cuda.Event]:
+        if spec not in self._wrappers:
             wrappers = [self._ops.make_wrapper(_workspace(device), self.backend) for _ in range(IN_FLIGHT)]
-            self._wrappers = [(wrapper, torch.cuda.Event()) for wrapper in wrappers]  # type: ignore[no-untyped-call]
-        wrapper, copied = self._wrappers[self._steps % IN_FLIGHT]
-        self._steps += 1
-        copied.synchronize()
-        return wrapper, copied
+            self._wrappers[spec] = deque((wrapper, torch.cuda.Event()) for wrapper in wrappers)  # type: ignore[no-untyped-call]
+        ring = self._wrappers[spec]
+        ring.rotate()
+        ring[0][1].synchronize()
+        return ring[0]
 
 
 class Fa2Decode(PagedAttention):

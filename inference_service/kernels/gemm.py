@@ -27,6 +27,10 @@ class Gemm(Protocol):
         """silu(gate) * up, where gate is the first half of the last dimension. Here, so that a backend can fuse it into a product."""
         ...
 
+    def gelu_tanh_and_mul(self, gate_up_T2I: Tensor) -> Tensor:
+        """The same with gelu, in its tanh form."""
+        ...
+
 
 class TorchGemm:
     """PyTorch's own linear."""
@@ -40,6 +44,10 @@ class TorchGemm:
     def silu_and_mul(self, gate_up_T2I: Tensor) -> Tensor:
         gate_TI, up_TI = gate_up_T2I.chunk(2, dim=-1)
         return F.silu(gate_TI).mul_(up_TI)
+
+    def gelu_tanh_and_mul(self, gate_up_T2I: Tensor) -> Tensor:
+        gate_TI, up_TI = gate_up_T2I.chunk(2, dim=-1)
+        return F.gelu(gate_TI, approximate="tanh").mul_(up_TI)
 
 
 class OneDnnGemm(TorchGemm):

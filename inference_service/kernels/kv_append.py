@@ -64,8 +64,8 @@ class TorchKvAppend:
         q_THD, qk_TND, kv_TND = qkv_TND[:, : -2 * kv_heads], qkv_TND[:, :-kv_heads], qkv_TND[:, -2 * kv_heads :]
         if norms:
             k_THD = kv_TND[:, :kv_heads]
-            q_THD.copy_(F.rms_norm(q_THD, norms.q_D.shape, norms.q_D, norms.eps))
-            k_THD.copy_(F.rms_norm(k_THD, norms.k_D.shape, norms.k_D, norms.eps))
+            q_THD.copy_(F.rms_norm(q_THD.to(norms.q_D.dtype), norms.q_D.shape, norms.q_D, norms.eps))
+            k_THD.copy_(F.rms_norm(k_THD.to(norms.k_D.dtype), norms.k_D.shape, norms.k_D, norms.eps))
         rotate(qk_TND, plan.rotations)
         kv_P2HSD.view(-1, head_dim).index_put_((plan.append_T2H,), kv_TND.view(tokens, 2, kv_heads, head_dim))
         return q_THD

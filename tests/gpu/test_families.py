@@ -16,7 +16,7 @@ from inference_service.execution.cuda_executor import CudaExecutor
 from inference_service.execution.executor import build_executor
 from inference_service.execution.packed_inputs import device_fields
 from inference_service.messages import Sampling
-from tests.gpu.tiny import reference_logits, save_tiny
+from tests.gpu.tiny import FAMILIES, reference_logits, save_tiny
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -52,7 +52,7 @@ class Case:
         assert ours >= 0.99 - (0 if expected.numel() >= 2000 else 2 / expected.numel())
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3-moe"])
+@pytest.fixture(scope="module", params=FAMILIES)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
     model_dir: Path = tmp_path_factory.mktemp(request.param)
     save_tiny(request.param, model_dir)

@@ -35,7 +35,7 @@ def launches(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Itera
         yield "append", (random(5, heads + 2 * kv_heads, head_dim), cache, *norms, 1e-6, table, positions, rows, pages)
     for heads, kv_heads, head_dim, page_size, splits in ((6, 2, 64, 16, 1), (3, 3, 64, 48, 4), (16, 1, 128, 64, 2)):
         q, cache = random(5, heads, head_dim), random(PAGES, 2, kv_heads, page_size, head_dim)
-        yield "attend", (q, cache, positions, rows, pages, splits, torch.empty_like(q))
+        yield "attend", (q, cache, positions, rows, pages, splits, torch.empty_like(q), head_dim**-0.5)
     for vocabulary in (100, 4097):
         logits = random(3, vocabulary)
         yield "greedy", (logits,)

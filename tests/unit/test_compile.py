@@ -23,10 +23,11 @@ from inference_service.kernels.norm import TorchNorm
 from inference_service.kernels.routing import TorchRouting, TritonRouting
 from inference_service.kernels.sampling import TorchSampling, TritonSampling
 from inference_service.kernels.selection import Operators
-from inference_service.models.config import ModelConfig, MoeConfig, RopeConfig
+from inference_service.models.config import ModelConfig, MoeConfig
 from inference_service.models.decoder import Decoder
 from inference_service.models.families import make_model
 from inference_service.models.layers import Build
+from inference_service.models.rotary import RopeConfig
 
 PAGE_SIZE, CONTEXTS = 16, [7, 33, 20]
 
@@ -75,6 +76,7 @@ def tiny(family: str) -> ModelConfig:
         rope=RopeConfig(10_000.0),
         tied_embeddings=False,
         attention_bias=False,
+        output_bias=False,
         mlp_bias=False,
         qk_norm=sparse,
         moe=MoeConfig(8, 2, 32, True, frozenset({1})) if sparse else None,

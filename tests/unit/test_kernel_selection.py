@@ -88,6 +88,22 @@ def test_attention_by_architecture(architecture: str, decode: str, prefill: str)
 
 
 @pytest.mark.parametrize(
+    ("features", "decode", "prefill", "moe"),
+    [
+        ({support.WINDOW}, "triton", "fa2", "triton+cutlass"),
+        ({support.WINDOW, support.SOFT_CAP}, "triton", "fa2", "triton+cutlass"),
+        ({support.WINDOW, support.SINKS, support.CLAMPED_EXPERTS}, "triton", "triton", "torch"),
+    ],
+)
+def test_what_a_model_needs_decides_who_can(features: set[str], decode: str, prefill: str, moe: str) -> None:
+    chosen = backends("sm_90", torch.bfloat16, features=frozenset(features))
+    assert (chosen["attention_decode"], chosen["attention_prefill"], chosen["moe"]) == (decode, prefill, moe)
+    # Gemma's heads are wider than the Triton kernel's.
+    wide = backends("sm_90", torch.bfloat16, features=frozenset(features), head_dim=256)
+    assert wide["attention_decode"] == wide["attention_prefill"] == ("torch" if support.SINKS in features else "fa2")
+
+
+@pytest.mark.parametrize(
     ("changes", "operator", "backend", "words"),
     [
         ({"page_size": 48}, "attention_decode", "xqa", "pages of 16, 32, 64 or 128 tokens, not 48"),
@@ -95,6 +111,8 @@ def test_attention_by_architecture(architecture: str, decode: str, prefill: str)
         ({"head_dim": 96}, "attention_prefill", "fa3", "not 96"),
         ({"page_size": 48}, "attention_prefill", "fmha_v2", "not 48"),
         ({"head_dim": 96}, "kv_append", "triton", "power of two"),
+        ({"features": frozenset({support.SOFT_CAP, support.WINDOW})}, "attention_prefill", "fa3", "soft caps, no sliding windows"),
+        ({"features": frozenset({support.SINKS})}, "attention_decode", "fa2", "has no attention sinks"),
         ({"versions": ALL_THERE | {"flashinfer": "0.6.9"}}, "norm", "flashinfer", "flashinfer 0.6.13 or newer, not 0.6.9"),
         ({"versions": {"flashinfer": "0.6.13"}}, "kv_append", "triton", "triton 3.6 or newer, which is not there"),
         ({"architecture": "sm_121", "versions": ALL_THERE | {"cuda": "12.8"}}, "norm", "flashinfer", "cuda 12.9 or newer, not 12.8"),
