@@ -62,7 +62,7 @@ def read_vocabulary(file: Path) -> Vocabulary:
     from sentencepiece import sentencepiece_model_pb2
 
     try:
-        model = sentencepiece_model_pb2.ModelProto.FromString(content)
+        model = sentencepiece_model_pb2.ModelProto.FromString(content)  # type: ignore[attr-defined]
     except DecodeError:
         model = None
     if model is None or not model.pieces:
@@ -97,7 +97,6 @@ def convert(vocabulary: Vocabulary) -> Any:
     """The tokenizer of `transformers` that has the vocabulary's ids. Raises ValueError where none has."""
     import transformers
 
-    transformers.logging.set_verbosity_error()
     if vocabulary.file.suffix == ".tiktoken":
         vocabulary.file.rename(vocabulary.file.with_name("tiktoken.model"))
     problems = []

@@ -178,7 +178,7 @@ class Answers:
 
                 # The tokenizer that texts are encoded with: a class that the files name might build another from them.
                 tokenizer = Tokenizer.load(self._model_dir)
-                wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer.library)
+                wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer.library)  # type: ignore[no-untyped-call]
                 info = xgrammar.TokenizerInfo.from_huggingface(wrapped, vocab_size=self._vocab_size, stop_token_ids=end_ids)
                 # A special token is not the text that its name is, and must not stand in for it.
                 never = [token_id for token_id in tokenizer.special_ids if token_id < self._vocab_size and token_id not in end_ids]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import subprocess
 import sys
 import tempfile
@@ -10,6 +11,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 from inference_service.fetch import cache_directory
+
+log = logging.getLogger(__name__)
 
 VOCABULARIES = ("tokenizer.model", "tiktoken.model", "*.tiktoken", "vocab.json")
 """What tokenizer.json can be made from; the first that is there counts."""
@@ -31,6 +34,7 @@ def tokenizer_directory(model_dir: Path) -> Path:
     files = [vocabulary, *(file for name in _READ_TOO if (file := model_dir / name).is_file())]
     directory = cache_directory() / "tokenizers" / _digest(files)
     if not directory.is_dir():
+        log.info("making tokenizer.json from %s", vocabulary)
         try:
             _convert(files, directory)
         except OSError as error:

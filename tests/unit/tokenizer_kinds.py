@@ -1,5 +1,6 @@
 """Small model directories with the tokenizer files of each kind, trained by the libraries that such files come from."""
 
+# ruff: noqa: RUF001
 from __future__ import annotations
 
 import base64
@@ -11,6 +12,8 @@ from typing import Any
 import sentencepiece
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+
+from inference_service.text.detokenizer import byte_alphabet
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog, and the dog's owner said: it's 1,234.56 dollars!",
@@ -135,14 +138,9 @@ def byte_level_bpe(split: str | None = None) -> tokenizers.Tokenizer:
 
 def ranks() -> dict[bytes, int]:
     """Of tiktoken: the bytes come first, then what each merge makes, in order."""
-    library = byte_level_bpe(LLAMA3_SPLIT)
-    vocabulary = sorted(library.get_vocab().items(), key=lambda item: item[1])
-    decode = decoders.ByteLevel()
-    del decode
-    from inference_service.text.detokenizer import byte_alphabet
-
-    bytes_of = byte_alphabet()
-    return {bytes(bytes_of[character] for character in token): rank for token, rank in vocabulary}
+    vocabulary = sorted(byte_level_bpe(LLAMA3_SPLIT).get_vocab().items(), key=lambda item: item[1])
+    byte_of = byte_alphabet()
+    return {bytes(byte_of[character] for character in token): rank for token, rank in vocabulary}
 
 
 def llama3(directory: Path, name: str = "tokenizer.model") -> None:
