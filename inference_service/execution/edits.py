@@ -80,7 +80,8 @@ def gather_edits(rows: list[Row], pin: bool = False) -> Edits | None:
 
     def words(masks: list[bytes]) -> Tensor:
         values = np.frombuffer(b"".join(masks), np.int32).reshape(len(masks), len(masks[0]) // 4 if masks else 0)
-        return torch.tensor(values, pin_memory=pin)
+        words_GW = torch.tensor(values)
+        return words_GW.pin_memory() if pin and masks else words_GW
 
     how = [row.sampling for _, row in penalized]
     return Edits(

@@ -37,7 +37,9 @@ class StepAttention(Protocol):
 class PagedPlan:
     layout: StepLayout
     splits: int
-    spec: AttentionSpec = PLAIN
+    scale: float
+    soft_cap: float | None
+    window: int | None
 
 
 class TritonPagedAttention:
@@ -54,7 +56,8 @@ class TritonPagedAttention:
         programs, positions = layout.positions_T.shape[0] * kv_P2HSD.shape[2], layout.pages_RM.shape[1] * kv_P2HSD.shape[3]
         positions = min(positions, spec.window or positions)
         most = min(2 * self._multiprocessors // programs, -(-positions // POSITIONS_A_PART), MAX_SPLITS)
-        return PagedPlan(layout, 1 << max(most, 1).bit_length() - 1, spec)
+        splits = 1 << max(most, 1).bit_length() - 1
+        return PagedPlan(layout, splits, spec.scale_for(kv_P2HSD.shape[4]), spec.soft_cap, spec.window)
 
     def __call__(self, q_THD: Tensor, kv_P2HSD: Tensor, plan: PagedPlan, sinks_H: Tensor | None = None) -> Tensor:
         o_THD = torch.empty_like(q_THD)
@@ -62,7 +65,7 @@ class TritonPagedAttention:
         return o_THD
 
     def attend(self, q_THD: Tensor, kv_P2HSD: Tensor, plan: PagedPlan, o_THD: Tensor, sinks_H: Tensor | None) -> None:
-        layout, spec = plan.layout, plan.spec
+        layout = plan.layout
         self._kernels.attend(
             q_THD,
             kv_P2HSD,
@@ -71,9 +74,9 @@ class TritonPagedAttention:
             layout.pages_RM,
             plan.splits,
             o_THD,
-            spec.scale_for(q_THD.shape[2]),
-            spec.soft_cap,
-            spec.window,
+            plan.scale,
+            plan.soft_cap,
+            plan.window,
             sinks_H,
         )
 
@@ -109,7 +112,7 @@ class TorchPagedAttention:
         return PagedPlan(layout, 1, spec)
 
     def __call__(self, q_THD: Tensor, kv_P2HSD: Tensor, plan: PagedPlan, sinks_H: Tensor | None = None) -> Tensor:
-        layout, spec = plan.layout, plan.spec
+        layout = plan.layout
         (tokens, heads, head_dim), (_, _, kv_heads, page_size, _) = q_THD.shape, kv_P2HSD.shape
         length = layout.pages_RM.shape[1] * page_size
         positions_T1 = torch.where(layout.positions_T < -1, -1 - layout.positions_T, layout.positions_T).unsqueeze(1)

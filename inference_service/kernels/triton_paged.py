@@ -103,7 +103,7 @@ def _attend(
         k = tl.load(keys + offset, mask=visible[:, None], other=0.0)
         v = tl.load(keys + KV_HEADS * PAGE_SIZE * HEAD_DIM + offset, mask=visible[:, None], other=0.0)
         scores = tl.dot(q, tl.trans(k)) * scale
-        if SOFT_CAP:
+        if SOFT_CAP > 0:
             scores = SOFT_CAP - 2 * SOFT_CAP / (tl.exp2(scores * (2 * 1.4426950408889634 / SOFT_CAP)) + 1)
         scores = tl.where(visible[None, :], scores, float("-inf"))
         highest = tl.maximum(top, tl.max(scores, 1))

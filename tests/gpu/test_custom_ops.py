@@ -36,20 +36,21 @@ def xqa() -> tuple[Any, ...]:
     layout = make_layout(QWEN, [5, 200, 64], [])
     q, workspace = make_query(layout, QWEN), torch.zeros(64 << 20, dtype=torch.uint8, device="cuda")
     pages = layout.pages_RM.contiguous()
-    return q, make_cache(QWEN), pages, layout.contexts_R, pages.shape[1] * QWEN.page_size, torch.empty_like(q), workspace
+    return q, make_cache(QWEN), pages, layout.contexts_R, pages.shape[1] * QWEN.page_size, 0.1, torch.empty_like(q), workspace
 
 
 def fmha_v2() -> tuple[Any, ...]:
     layout = make_layout(QWEN, [], [(40, 40), (5, 300)])
     q, workspace = make_query(layout, QWEN), torch.zeros(16 << 20, dtype=torch.uint8, device="cuda")
     starts_q, starts_kv = (torch.tensor(starts, dtype=torch.int32, device="cuda") for starts in ([0, 40, 45], [0, 40, 340]))
-    return q, make_cache(QWEN), layout.pages_RM, layout.contexts_R, starts_q, starts_kv, 40, 300, torch.empty_like(q), workspace
+    return q, make_cache(QWEN), layout.pages_RM, layout.contexts_R, starts_q, starts_kv, 40, 300, 0.1, torch.empty_like(q), workspace
 
 
 FLASHINFER: dict[str, Callable[[], tuple[Any, ...]]] = {
-    "rms_norm": lambda: (random(5, 2048), random(2048), 1e-6),
-    "add_rms_norm": lambda: (random(5, 2048), random(5, 2048), random(2048), 1e-6),
+    "rms_norm": lambda: (random(5, 2048), random(2048), 1e-6, False),
+    "add_rms_norm": lambda: (random(5, 2048), random(5, 2048), random(2048), 1e-6, True),
     "silu_and_mul": lambda: (random(5, 1536),),
+    "gelu_tanh_and_mul": lambda: (random(5, 1536),),
     "tinygemm": lambda: (random(5, 512), random(64, 512), random(64)),
     "cutlass_moe": moe,
     "xqa": xqa,
