@@ -109,7 +109,7 @@ class TorchPagedAttention:
     """The reference, in plain tensor operations and float32. Gathers a row's pages for each of its tokens."""
 
     def plan(self, layout: StepLayout, kv_P2HSD: Tensor, heads: int, spec: AttentionSpec = PLAIN) -> PagedPlan:
-        return PagedPlan(layout, 1, spec)
+        return PagedPlan(layout, 1, spec.scale_for(kv_P2HSD.shape[4]), spec.soft_cap, spec.window)
 
     def __call__(self, q_THD: Tensor, kv_P2HSD: Tensor, plan: PagedPlan, sinks_H: Tensor | None = None) -> Tensor:
         layout = plan.layout
@@ -118,13 +118,13 @@ class TorchPagedAttention:
         positions_T1 = torch.where(layout.positions_T < -1, -1 - layout.positions_T, layout.positions_T).unsqueeze(1)
         position_L = torch.arange(length, device=q_THD.device)
         beyond_TL = position_L > positions_T1
-        hidden_TL = beyond_TL if spec.window is None else beyond_TL | (position_L <= positions_T1 - spec.window)
+        hidden_TL = beyond_TL if plan.window is None else beyond_TL | (position_L <= positions_T1 - plan.window)
         pages_TM = layout.pages_RM[layout.row_T.long()].long().masked_fill(beyond_TL[:, ::page_size], 0)
         kv_T2HLD = kv_P2HSD[pages_TM].permute(0, 2, 3, 1, 4, 5).reshape(tokens, 2, kv_heads, length, head_dim).float()
         # What lies beyond the context may be anything, even NaN.
         k_THLD, v_THLD = kv_T2HLD.masked_fill_(beyond_TL[:, None, None, :, None], 0.0).unbind(1)
-        q_THGD = (q_THD.float() * spec.scale_for(head_dim)).view(tokens, kv_heads, -1, head_dim)
-        scores_THGL = soft_capped(q_THGD @ k_THLD.transpose(2, 3), spec.soft_cap)
+        q_THGD = (q_THD.float() * plan.scale).view(tokens, kv_heads, -1, head_dim)
+        scores_THGL = soft_capped(q_THGD @ k_THLD.transpose(2, 3), plan.soft_cap)
         scores_THGL.masked_fill_(hidden_TL[:, None, None, :], float("-inf"))
         sinks_THG1 = None if sinks_H is None else sinks_H.view(kv_heads, -1, 1).expand(tokens, -1, -1, -1)
         weights_THGL = softmax(scores_THGL, sinks_THG1).masked_fill(hidden_TL[:, None, None, :], 0.0)

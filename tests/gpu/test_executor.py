@@ -364,7 +364,8 @@ def test_edits_follow_the_definition(executor: CudaExecutor, monkeypatch: pytest
 
 
 def test_prompt_logprobs_are_those_of_each_beginning(executor: CudaExecutor) -> None:
-    """In chunks; and each agrees with what is said of a token drawn after the same beginning, up to rounding in half precision."""
+    """In chunks; and each agrees with what is said of a token drawn after the same beginning, up to rounding in half
+    precision, which is 0.06 for logits of 16 and more."""
     ids = PROMPTS[9][:40]
     first = run(executor, row(9, 0, ids[:33], samples=False, prompt_logprobs=2, next_ids=ids[1:34]), row(2, 0, PROMPTS[2], logprobs=0))
     second = run(executor, row(9, 33, ids[33:], prompt_logprobs=0, next_ids=ids[34:]))
@@ -374,9 +375,9 @@ def test_prompt_logprobs_are_those_of_each_beginning(executor: CudaExecutor) -> 
         drawn = run(executor, row(9, 0, ids[:length], logprobs=20)).logprobs[0]
         entry = (first.prompt_logprobs[0] + second.prompt_logprobs[0])[length - 1]
         assert drawn is not None
-        assert entry.top == pytest.approx(drawn.top[: len(entry.top)], abs=0.1)
+        assert entry.top == pytest.approx(drawn.top[: len(entry.top)], abs=0.2)
         if ids[length] in drawn.top_ids:
-            assert entry.chosen == pytest.approx(drawn.top[drawn.top_ids.index(ids[length])], abs=0.1)
+            assert entry.chosen == pytest.approx(drawn.top[drawn.top_ids.index(ids[length])], abs=0.2)
 
 
 def test_the_pool_takes_what_memory_is_left(model_dir: Path) -> None:
