@@ -103,7 +103,8 @@ class Comparison:
         if any(summary["errors"] for summary in summaries) and not is_ready(server.url):
             examples = [errors["example"] for summary in summaries for errors in summary["errors"].values()]
             return [failed_row(server.name, cell, shape, f"{server.name} died: {examples[0]}") for shape in cell.shapes]
-        extra = _probe(self._config.comparison.targets[server.name].probe)
+        extra = _probe(self._config.comparison.targets[server.name].probe, cell.concurrency)
+        batch = extra.get("experts_batch") or cell.concurrency
         return [
             make_row(
                 server.name,
@@ -111,7 +112,7 @@ class Comparison:
                 shape,
                 summary,
                 extra=extra,
-                expected_distinct=self._expected_distinct(cell.concurrency),
+                expected_distinct=self._expected_distinct(batch),
                 peak_memory_gib=memory.peak_gib,
                 start_s=server.start_s,
             )
@@ -148,10 +149,11 @@ def _model(config: Config) -> tuple[str, tuple[int, int]]:
     return str(directory), (int(shape.get("num_experts") or 0), int(shape.get("num_experts_per_tok") or 0))
 
 
-def _probe(command: str) -> dict[str, Any]:
+def _probe(command: str, concurrency: int) -> dict[str, Any]:
     """More figures of the target's own; none where its command fails, with a warning."""
     if not command:
         return {}
+    command = command.replace("{python}", sys.executable).replace("{concurrency}", str(concurrency))
     try:
         ran = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=_PROBE_S, check=True)
         figures = json.loads(ran.stdout)

@@ -1,6 +1,6 @@
 """Experts for a few tokens: the own Triton kernels against FlashInfer's CUTLASS, at Qwen3-30B-A3B's shape, bfloat16.
 
-    python -m benchmarks.moe_small [--sweep] [--tune FILE]
+    python -m benchmarks.moe_small [--sweep]
 
 Sets GEMV_TOKENS in kernels/flashinfer_moe.py. TB/s are of the weights of the distinct experts, which must be read.
 """
@@ -11,24 +11,22 @@ import argparse
 import time
 from functools import partial
 from itertools import product
-from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 import torch
 
 from benchmarks.gpu_timing import graph_us
-from inference_service.kernels.flashinfer_moe import CutlassMoe, autotune
-from inference_service.kernels.triton_moe import DEFAULT, Tiles, moe_gemv
+from inference_service.kernels.expert_tactics import expert_tactics
+from inference_service.kernels.flashinfer_moe import CutlassMoe
+from inference_service.kernels.triton_moe import DEFAULT, Tiles, launch
 
-GEMV: Any = moe_gemv
+GEMV: Any = launch
 HIDDEN, EXPERTS, SIZE, TOP_K, LAYERS = 2048, 128, 768, 8, 8
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sweep", action="store_true", help="try other tiles at 1 and 4 tokens")
-    parser.add_argument("--tune", type=Path, default=Path(mkdtemp()) / "tactics.json", help="FlashInfer's tactics, kept between runs")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     weights = [
@@ -49,10 +47,12 @@ def main() -> None:
         return made
 
     begin = time.perf_counter()
-    with autotune(arguments.tune):
-        cutlass(*inputs(16)[0])
-    torch.cuda.synchronize()
-    print(f"FlashInfer's tactics: {time.perf_counter() - begin:.1f} s ({arguments.tune})", flush=True)
+    gate_up, down = weights[0]
+    tactics = expert_tactics().tune(
+        lambda x_TC, ids_TK, weights_TK: cutlass(x_TC, gate_up, down, ids_TK, weights_TK), gate_up[0, 0], EXPERTS, TOP_K, 32
+    )
+    expert_tactics().use(tactics)
+    print(f"CUTLASS tuned in {time.perf_counter() - begin:.1f} s: {tactics}", flush=True)
 
     for tokens in (1, 2, 4, 8, 16, 32):
         layers = inputs(tokens)

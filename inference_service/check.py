@@ -6,10 +6,11 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from inference_service.config import Config
+from inference_service.config import Config, ConfigError
 from inference_service.execution.device import find_device, find_dtype, find_setting
 from inference_service.execution.loading import choose, limit_context
 from inference_service.execution.memory import cpu_pages
+from inference_service.execution.tuning import describe, find_misfit
 from inference_service.fetch import resolve_model
 from inference_service.kernels import support
 from inference_service.kernels.selection import OPERATORS
@@ -17,7 +18,7 @@ from inference_service.models.families import read_config
 
 
 def print_check(config: Config) -> None:
-    """Print it all. Raises ConfigError or ModelError for what would keep `serve` from starting."""
+    """Print it all. Raises ConfigError or ModelError for what would keep `serve` from starting, or from starting with what was prebuilt."""
     console = Console(highlight=False)
     target = find_device(config)
     model_dir = resolve_model(config.model.path)
@@ -36,7 +37,7 @@ def print_check(config: Config) -> None:
         "dtype": support.dtype_name(dtype),
         "device": f"{target.name} ({target.architecture})",
         "context": f"{shape.max_context:,} tokens",
-        "step": f"{config.batch.step_tokens} tokens, at most {config.batch.prefill_tokens} of prefill beside decodes",
+        "step": f"{config.batch.step_tokens} tokens, at most {config.batch.max_prefill_tokens or 'as measured'} of prefill beside decodes",
         "KV cache": room,
     }.items():
         derived.add_row(name, value)
@@ -61,3 +62,5 @@ def print_check(config: Config) -> None:
     console.print("Configuration", style="bold")
     console.print_json(data=msgspec.to_builtins(config))
     console.print(derived, chosen, table, sep="\n\n")
+    if target.device.type == "cuda" and (misfit := find_misfit(describe(target, setting, shape))):
+        raise ConfigError(misfit)

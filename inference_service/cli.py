@@ -42,8 +42,9 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--raw", action="store_true", help="continue the prompt as plain text, without the chat template")
     generate.add_argument("--system", default="", help="a system message before the prompt")
     generate.add_argument("--max-tokens", type=int, default=256)
-    generate.add_argument("--temperature", type=float, default=0.0)
+    generate.add_argument("--temperature", type=float, help="default: 0, or of several answers the model's own")
     generate.add_argument("--seed", type=int)
+    generate.add_argument("--n", type=int, default=1, help="how many answers; several are printed one by one, each once it is whole")
     generate.add_argument("--timeout", type=float, default=120.0, metavar="SECONDS")
     generate.set_defaults(run=_generate)
 
@@ -75,15 +76,22 @@ def _serve(args: argparse.Namespace) -> None:
 
 def _generate(args: argparse.Namespace) -> None:
     from inference_service.client import Client
+    from inference_service.client_messages import Completions
 
     messages = [{"role": "system", "content": args.system}] if args.system else []
     prompt = args.prompt if args.raw else [*messages, {"role": "user", "content": args.prompt}]
-    seed = {} if args.seed is None else {"seed": args.seed}
+    temperature = 0.0 if args.temperature is None and args.n == 1 else args.temperature
+    fields = {"max_tokens": args.max_tokens, "temperature": temperature, "seed": args.seed, "n": args.n}
+    completions = Completions()
     with Client(args.target) as client:
-        for event in client.generate(prompt, max_tokens=args.max_tokens, temperature=args.temperature, timeout=args.timeout, **seed):
-            if event.HasField("delta"):
+        for event in client.generate(prompt, timeout=args.timeout, **fields):
+            completion = completions.add(event)
+            if args.n == 1:
                 print(event.delta.text, end="", flush=True)
-    print()
+            elif completion and completion.finish_reason:
+                print(f"--- choice {event.finished.index} ---\n{completion.text}", flush=True)
+    if args.n == 1:
+        print()
 
 
 def _check(args: argparse.Namespace) -> None:

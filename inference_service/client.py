@@ -27,6 +27,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from inference.v1 import generate_pb2, inference_pb2_grpc, info_pb2
 from inference_service.client_messages import (
     Completion,
+    Completions,
     Conversation,
     InferenceError,
     Prompt,
@@ -65,11 +66,15 @@ class Client:
         return _stream(self._stub.Generate(request, timeout=timeout, metadata=_metadata(traceparent)))
 
     def generate_text(self, prompt: Prompt, *, timeout: float | None = None, traceparent: str = "", **fields: Any) -> Completion:
-        """The whole answer at once."""
-        completion = Completion()
+        """The whole answer at once; of several choices the first, see `generate_choices`."""
+        return self.generate_choices(prompt, timeout=timeout, traceparent=traceparent, **fields)[0]
+
+    def generate_choices(self, prompt: Prompt, *, timeout: float | None = None, traceparent: str = "", **fields: Any) -> list[Completion]:
+        """All `n` answers at once."""
+        completions = Completions()
         for event in self.generate(prompt, timeout=timeout, traceparent=traceparent, **fields):
-            completion.add(event)
-        return completion.checked()
+            completions.add(event)
+        return completions.checked(fields.get("n") or 1)
 
     def abort(self, request_id: str) -> bool:
         """End a request in flight, whoever sent it. False: there is none of that id."""
@@ -156,11 +161,17 @@ class AioClient:
         return _aio_stream(lambda: self._stub.Generate(request, timeout=timeout, metadata=_metadata(traceparent)))
 
     async def generate_text(self, prompt: Prompt, *, timeout: float | None = None, traceparent: str = "", **fields: Any) -> Completion:
-        """The whole answer at once."""
-        completion = Completion()
+        """See Client.generate_text."""
+        return (await self.generate_choices(prompt, timeout=timeout, traceparent=traceparent, **fields))[0]
+
+    async def generate_choices(
+        self, prompt: Prompt, *, timeout: float | None = None, traceparent: str = "", **fields: Any
+    ) -> list[Completion]:
+        """See Client.generate_choices."""
+        completions = Completions()
         async for event in self.generate(prompt, timeout=timeout, traceparent=traceparent, **fields):
-            completion.add(event)
-        return completion.checked()
+            completions.add(event)
+        return completions.checked(fields.get("n") or 1)
 
     async def abort(self, request_id: str) -> bool:
         """See Client.abort."""

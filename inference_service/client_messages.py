@@ -50,6 +50,8 @@ class Completion:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[generate_pb2.TokenLogprobs] = field(default_factory=list)
     """One entry a token id, when asked for."""
+    prompt_logprobs: list[generate_pb2.TokenLogprobs] = field(default_factory=list)
+    """One entry a token of the prompt, when asked for; the first has no content."""
     token_times_unix_ns: list[int] = field(default_factory=list)
     """One entry a token id: when the engine had it."""
     finish_reason: str = ""
@@ -64,6 +66,7 @@ class Completion:
         kind = event.WhichOneof("event")
         if kind == "accepted":
             self.request_id, self.seed = event.accepted.request_id, event.accepted.seed
+            self.prompt_logprobs += event.accepted.prompt_logprobs
         elif kind == "delta":
             self.text += event.delta.text
             self.token_ids += event.delta.token_ids
@@ -76,11 +79,31 @@ class Completion:
             self.matched_stop = getattr(event.finished, matched) if matched else None
             self.usage, self.timings = event.finished.usage, event.finished.timings
 
-    def checked(self) -> Completion:
-        """Itself, if it is whole."""
-        if not self.finish_reason:
+
+class Completions:
+    """The answers of one call, as its stream brings them."""
+
+    def __init__(self) -> None:
+        self._accepted = generate_pb2.GenerateResponse()
+        self._choices: dict[int, Completion] = {}
+
+    def add(self, event: generate_pb2.GenerateResponse) -> Completion | None:
+        """Take in the stream's next message, and give the answer that it belongs to: none, for the message that belongs to all."""
+        if event.HasField("accepted"):
+            self._accepted = event
+            return None
+        index = event.delta.index if event.HasField("delta") else event.finished.index
+        if index not in self._choices:
+            self._choices[index] = Completion()
+            self._choices[index].add(self._accepted)
+        self._choices[index].add(event)
+        return self._choices[index]
+
+    def checked(self, n: int) -> list[Completion]:
+        """All `n` of them, if they are whole."""
+        if len(self._choices) < n or not all(choice.finish_reason for choice in self._choices.values()):
             raise InferenceError(grpc.StatusCode.INTERNAL, "the stream ended before the answer did")
-        return self
+        return [choice for _, choice in sorted(self._choices.items())]
 
 
 def generate_request(prompt: Prompt, **fields: Any) -> generate_pb2.GenerateRequest:

@@ -67,7 +67,8 @@ class Batch(Section, frozen=True):
     max_step_tokens: Count = 512
     """Tokens computed in a step: its decodes, then prefill chunks."""
     max_prefill_tokens: CountOrAuto = 0
-    """Prefill tokens in a step that also decodes, so that decodes keep their pace. 0: a quarter of max_step_tokens."""
+    """Prefill tokens in a step that also decodes, so that decodes keep their pace. 0: measured at start, the fewest that prefill at nearly
+    the best rate, or a quarter of max_step_tokens where steps are too slow to be timed."""
 
     @property
     def step_tokens(self) -> int:
@@ -76,7 +77,7 @@ class Batch(Section, frozen=True):
 
     @property
     def prefill_tokens(self) -> int:
-        """max_prefill_tokens, derived where it is 0."""
+        """max_prefill_tokens, or what stands for it until it is measured."""
         return self.max_prefill_tokens or max(1, self.max_step_tokens // 4)
 
 
@@ -271,7 +272,8 @@ class Endpoint(Section, frozen=True):
     ready_s: PositiveSeconds = 600.0
     """How long it may take to start."""
     probe: str = ""
-    """A command run after each cell, which prints a JSON object with more of its figures, such as {"distinct_experts": 61.2}."""
+    """A command run after each cell, which prints a JSON object with more of its figures, such as {"distinct_experts": 61.2};
+    {python} and {concurrency} stand for this Python and the cell's concurrency."""
 
 
 class Comparison(Section, frozen=True):

@@ -19,7 +19,7 @@ from rich.console import Console
 from inference_service.config import ConfigError
 from inference_service.models.synthetic_tokenizer import servable_directory
 
-HUB_FILES = ["*.safetensors", "*.json", "*.jinja"]
+HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.tiktoken", "merges.txt"]
 """What is taken from a hub: nothing that runs code when it is loaded, such as a pickle."""
 
 

@@ -40,7 +40,36 @@ class Sampling(Frame, frozen=True):
     top_p: float
     min_p: float
     seed: int
-    """64 bits; noise depends on (seed, choice, position) alone."""
+    """64 bits, one for each choice of a request; noise depends on (seed, position) alone."""
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: list[tuple[int, float]] = []
+    bad_words: list[list[int]] = []
+    """Token sequences, none empty, that the answer must not contain."""
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether a token's logit depends on how often it occurred."""
+        return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether logits get other finite values than the model gave them."""
+        return bool(self.logit_bias) or self.has_penalties
+
+
+class Grammar(Frame, frozen=True):
+    """The language that an answer must belong to."""
+
+    kind: str
+    """json_schema, regex, grammar (EBNF) or choices."""
+    text: str
+    """The schema, the expression, the grammar; of choices, a JSON list of strings."""
+    end_ids: list[int]
+    """The model's end-of-sequence tokens, permitted wherever the language permits the end."""
+    ignore_end: bool = False
+    """Goes on for as long as the language permits: `end_ids` are never drawn."""
 
 
 class Submit(Frame, frozen=True, tag="submit"):
@@ -60,6 +89,15 @@ class Submit(Frame, frozen=True, tag="submit"):
     arrival_ns: int
     deadline_ns: int
     """0: none."""
+    prompt_logprobs: int = -1
+    """As `logprobs`, for the prompt's tokens."""
+    priority: int = 0
+    """A larger one runs first."""
+    cache_salt: str = ""
+    """Pages of the prefix cache are shared among requests of one salt."""
+    fork_of: int = -1
+    """The key of another choice of the same request, whose prompt's pages this one takes over (and so no prompt_logprobs); -1: none."""
+    grammar: Grammar | None = None
 
 
 class Abort(Frame, frozen=True, tag="abort"):
@@ -87,12 +125,14 @@ class TokenLogprobs(Frame, frozen=True):
 
 
 class Finish(Frame, frozen=True):
-    """Why a request ended: "stop", "length" or "deadline"; the front end adds "abort"."""
+    """Why a request ended: "stop", "length", "deadline", "invalid" (before its first step) or "failed"; the front end adds "abort"."""
 
     reason: str
     stop_token_id: int = -1
     """The token that ended it, with "stop"."""
     preemptions: int = 0
+    error: str = ""
+    """With "invalid" and "failed": what is wrong with the grammar."""
 
 
 class Output(Frame, frozen=True):
@@ -107,6 +147,8 @@ class Output(Frame, frozen=True):
     cached_tokens: int = 0
     """Prompt tokens found in the prefix cache; set with scheduled_ns."""
     finish: Finish | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """Of prompt tokens that a prefill chunk has computed, in order, from the second on: nothing comes before the first."""
 
 
 class Load(Frame, frozen=True):
@@ -139,6 +181,8 @@ class Ready(Frame, frozen=True, tag="ready"):
     page_size: int
     pages: int
     kernels: list[Kernel]
+    prefill_tokens: int
+    """Most prefill tokens of a step that also decodes."""
 
 
 class Progress(Frame, frozen=True, tag="progress"):
@@ -153,6 +197,14 @@ class Failed(Frame, frozen=True, tag="failed"):
     error: str
 
 
+class ExpertSample(Frame, frozen=True):
+    """A step of decodes whose experts were counted."""
+
+    batch: int
+    distinct: float
+    """Different experts, a layer on average."""
+
+
 class Step(Frame, frozen=True, tag="step"):
     """The outputs of one step. A frame without outputs is a heartbeat."""
 
@@ -160,6 +212,9 @@ class Step(Frame, frozen=True, tag="step"):
     """When the step's token ids had reached the host."""
     outputs: list[Output]
     load: Load
+    experts: ExpertSample | None = None
+    compiles: int = 0
+    """Kernels compiled or loaded since the engine was ready, in all."""
 
 
 ToFrontEnd = Ready | Progress | Failed | Step

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
 from inference_service.config import Config, ConfigError
-from inference_service.execution.cuda_executor import CudaExecutor
 from inference_service.execution.cuda_start import build_cuda_executor
 from inference_service.execution.device import find_device, find_setting
 from inference_service.execution.loading import LoadedModel, Report, load_model
-from inference_service.execution.tuning import Tuning, autotune_file, describe, save_tuning
+from inference_service.execution.tuning import Tuning, describe, save_tuning
 from inference_service.fetch import resolve_model
 from inference_service.kernels import support
 from inference_service.kernels.attention import Attention, StepLayout
+from inference_service.models.layers import SparseMlp
 
 PREFILLS = ([512], [4096], [512] * 8)
 """Prompts of the steps that are timed, in tokens."""
@@ -30,27 +29,30 @@ def prebuild(config: Config, progress: Report) -> None:
     made_for = describe(loaded.target, find_setting(config, loaded.target, loaded.shape, loaded.dtype), loaded.shape)
     microseconds = {"attention_prefill": _time_prefill(config, loaded, progress)}
     fastest = {operator: min(times, key=times.__getitem__) for operator, times in microseconds.items() if times}
-    progress(f"kept in {save_tuning(Tuning(made_for, fastest, microseconds))}: {fastest}")
-    _autotune(config, loaded, autotune_file(made_for), progress)
+    tactics = _tune_experts(config, loaded, progress)
+    progress(f"kept in {save_tuning(Tuning(made_for, fastest, microseconds, tactics))}: {fastest}")
     build_cuda_executor(config, loaded, progress).close()
 
 
-def _autotune(config: Config, loaded: LoadedModel, file: Path, progress: Report) -> None:
-    """Let FlashInfer find the tactics of what it tunes, by running one step."""
-    if not any("cutlass" in choice.row.backend for choice in loaded.choices):
-        return
-    from inference_service.kernels.flashinfer_moe import autotune
+@torch.inference_mode()
+def _tune_experts(config: Config, loaded: LoadedModel, progress: Report) -> dict[int, tuple[int, int]]:
+    """The experts' CUTLASS kernels by tokens, measured with a layer of the model; none where no such kernels run."""
+    sparse = next((layer.mlp for layer in loaded.model.layers if isinstance(layer.mlp, SparseMlp)), None)
+    if sparse is None or not any("cutlass" in choice.row.backend for choice in loaded.choices):
+        return {}
+    from inference_service.kernels.expert_tactics import expert_tactics
 
     begin = time.perf_counter()
-    progress("tuning the experts' kernels, which takes about a minute")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    torch.cuda.synchronize()
-    executor = CudaExecutor(config, loaded, config.batch.max_requests - (-config.batch.step_tokens // config.cache.page_size), stream)
-    with autotune(file):
-        executor.prefill(min(64, config.batch.step_tokens))
-    executor.close()
-    progress(f"tuned in {time.perf_counter() - begin:.1f} s: {file}")
+    progress("tuning the experts' kernels, which takes about half a minute")
+    tactics = expert_tactics().tune(
+        lambda x_TC, ids_TK, weights_TK: sparse.moe(x_TC, sparse.gate_up, sparse.down, ids_TK, weights_TK),
+        loaded.model.norm.weight_C,
+        sparse.config.experts,
+        sparse.config.top_k,
+        config.batch.step_tokens,
+    )
+    progress(f"tuned in {time.perf_counter() - begin:.1f} s: {tactics}")
+    return tactics
 
 
 def _time_prefill(config: Config, loaded: LoadedModel, progress: Report) -> dict[str, float]:

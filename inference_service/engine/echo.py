@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 
 from inference_service.config import Config
-from inference_service.engine.step import ExecutorInfo, StepPlan, StepResult
+from inference_service.engine.step import ExecutorInfo, Row, StepPlan, StepResult
 from inference_service.messages import TokenLogprobs
 
 
@@ -33,7 +33,9 @@ class EchoTicket:
 
 
 class EchoExecutor:
-    """Counts up from each prompt's last token id, modulo the vocabulary."""
+    """Counts up from each prompt's last token id, modulo the vocabulary, past what is banned. It has no logits to bias or penalize."""
+
+    compiles = 0
 
     def __init__(self, config: Config, vocab_size: int, max_context: int) -> None:
         cache = config.cache
@@ -48,17 +50,30 @@ class EchoExecutor:
         self._ends = max(self._ends, time.monotonic()) + self._step_s
         ids: list[int] = []
         logprobs: list[TokenLogprobs | None] = []
-        for row in plan.rows:
+        prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
+        for place, row in enumerate(plan.rows):
+            if row.prompt_logprobs >= 0:
+                prompt_logprobs[place] = [_certain(token_id, row.prompt_logprobs) for token_id in row.next_ids]
             if row.token_ids:
                 self._last[row.slot] = row.token_ids[-1]
             if row.samples:
                 token_id = (self._last[row.slot] + 1) % self.info.vocab_size
-                while token_id in row.banned_ids:
+                while not _permits(row, self._last[row.slot], token_id):
                     token_id = (token_id + 1) % self.info.vocab_size
                 self._last[row.slot] = token_id
                 ids.append(token_id)
-                logprobs.append(TokenLogprobs(0.0, [token_id][: row.logprobs], [0.0][: row.logprobs]) if row.logprobs >= 0 else None)
-        return EchoTicket(StepResult(ids, logprobs), self._ends)
+                logprobs.append(_certain(token_id, row.logprobs) if row.logprobs >= 0 else None)
+        return EchoTicket(StepResult(ids, logprobs, prompt_logprobs), self._ends)
 
     def close(self) -> None:
         """Nothing is held."""
+
+
+def _permits(row: Row, last: int, token_id: int) -> bool:
+    if row.allowed and not row.allowed[token_id // 8] >> token_id % 8 & 1:
+        return False
+    return token_id not in row.banned_ids and (last, token_id) not in row.banned_after
+
+
+def _certain(token_id: int, alternatives: int) -> TokenLogprobs:
+    return TokenLogprobs(0.0, [token_id][:alternatives], [0.0][:alternatives])

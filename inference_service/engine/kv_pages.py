@@ -49,9 +49,9 @@ class KvPages:
         """How many pages `tokens` tokens need."""
         return -(-tokens // self.page_size)
 
-    def match(self, token_ids: list[int]) -> list[Node]:
+    def match(self, token_ids: list[int], salt: str = "") -> list[Node]:
         """Cached pages of the beginning of `token_ids`. The last token is never matched: its logits are still to be computed."""
-        return self.tree.match(token_ids, (len(token_ids) - 1) // self.page_size) if self.prefix else []
+        return self.tree.match(token_ids, (len(token_ids) - 1) // self.page_size, salt) if self.prefix else []
 
     def count_available_after(self, nodes: list[Node]) -> int:
         """Pages left for `allocate` once `nodes` are held."""

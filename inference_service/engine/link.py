@@ -25,10 +25,15 @@ class FrontEnds:
         self._ready: Ready | None = None
         self.known: list[bytes] = []
 
-    def receive(self, timeout_s: float) -> Iterator[tuple[bytes, ToEngine]]:
-        """Everything that has arrived; waits up to `timeout_s` for the first message."""
-        if timeout_s and not self._socket.poll(int(timeout_s * 1000)):
-            return
+    def receive(self, timeout_s: float, wake: int | None = None) -> Iterator[tuple[bytes, ToEngine]]:
+        """Everything that has arrived; waits up to `timeout_s` for the first message, or until the file descriptor `wake` is readable."""
+        if timeout_s:
+            poller = zmq.Poller()
+            poller.register(self._socket, zmq.POLLIN)
+            if wake is not None:
+                poller.register(wake, zmq.POLLIN)
+            if not poller.poll(int(timeout_s * 1000)):
+                return
         while True:
             try:
                 origin, frame = self._socket.recv_multipart(zmq.NOBLOCK)

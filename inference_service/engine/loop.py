@@ -13,9 +13,11 @@ from inference_service.engine.link import FrontEnds
 from inference_service.engine.requests import Request
 from inference_service.engine.scheduler import Scheduled, Scheduler
 from inference_service.engine.step import Executor, Ticket
-from inference_service.messages import Abort, Output, Step, Submit
+from inference_service.messages import Abort, ExpertSample, Output, Step, Submit
 
 HEARTBEAT_S = 1.0
+PATIENCE_S = 0.01
+"""Where requests are there but none can be computed: their grammars are being compiled."""
 
 
 class EngineLoop:
@@ -26,36 +28,44 @@ class EngineLoop:
         self.scheduler = scheduler
         self.executor = executor
         self._parent = parent_pid
+        self._compiles_before = executor.compiles
 
     def run(self) -> None:
         """Step until the parent process dies. Raises what a step raises."""
         in_flight: tuple[Scheduled, Ticket] | None = None
+        busy = False
         while os.getppid() == self._parent:
-            self._receive(block=in_flight is None and not len(self.scheduler))
-            outputs = self.scheduler.expire(time.monotonic_ns())
+            self._receive(0.0 if busy else HEARTBEAT_S if not len(self.scheduler) else PATIENCE_S)
+            outputs = self.scheduler.follow_grammars() + self.scheduler.expire(time.monotonic_ns())
+            experts = None
             step = self.scheduler.schedule(time.monotonic_ns())
             launched = (step, self.executor.launch(step.plan)) if step else None
             if in_flight:
                 scheduled, ticket = in_flight
                 while not ticket.ended(HEARTBEAT_S):
                     self._send([])
-                outputs += self.scheduler.update(scheduled, ticket.wait())
-            self._send(outputs)
+                result = ticket.wait()
+                outputs += self.scheduler.update(scheduled, result)
+                if result.distinct_experts is not None:
+                    experts = ExpertSample(len(scheduled.plan.rows), result.distinct_experts)
+            self._send(outputs, experts)
+            # Whatever ended in this round may let something begin in the next.
+            busy = bool(in_flight or launched or outputs)
             in_flight = launched
 
-    def _receive(self, block: bool) -> None:
-        for origin, message in self.front_ends.receive(HEARTBEAT_S if block else 0.0):
+    def _receive(self, timeout_s: float) -> None:
+        for origin, message in self.front_ends.receive(timeout_s, self.scheduler.wake):
             if isinstance(message, Submit):
                 self.scheduler.submit(message, origin)
             elif isinstance(message, Abort):
                 for key in message.keys:
                     self.scheduler.abort(key, origin)
 
-    def _send(self, outputs: list[tuple[Request, Output]]) -> None:
+    def _send(self, outputs: list[tuple[Request, Output]], experts: ExpertSample | None = None) -> None:
         """One frame to each front end, also where it has no outputs: it is the heartbeat, and says how busy the engine is."""
         by_origin: dict[bytes, list[Output]] = defaultdict(list)
         for request, output in outputs:
             by_origin[request.origin].append(output)
-        now_ns, load = time.monotonic_ns(), self.scheduler.load
+        now_ns, load, compiles = time.monotonic_ns(), self.scheduler.load, self.executor.compiles - self._compiles_before
         for origin in self.front_ends.known:
-            self.front_ends.send(origin, Step(now_ns, by_origin[origin], load))
+            self.front_ends.send(origin, Step(now_ns, by_origin[origin], load, experts, compiles))

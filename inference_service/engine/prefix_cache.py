@@ -1,7 +1,8 @@
 """The prefix cache's index: a radix tree whose digit is one full KV page of token ids.
 
-A node stands for one page; the path from the root to it spells the tokens that its keys and values depend on. The tree knows neither
-reference counts nor free pages: those are KvPages' (kv_pages.py), the one owner of pages.
+A node stands for one page; the path from the root to it spells the tokens that its keys and values depend on. Requests with a salt have it
+in their first digit, so that they find only what others of that salt have left. The tree knows neither reference counts nor free pages:
+those are KvPages' (kv_pages.py), the one owner of pages.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-PageKey = tuple[int, ...]
+PageKey = tuple[int | str, ...]
+"""A page's token ids; of a first page, the salt before them where there is one."""
 
 
 @dataclass(slots=True, eq=False)
@@ -29,12 +31,17 @@ class PrefixTree:
         self.page_size = page_size
         self.root = Node((), -1, None)
 
-    def match(self, token_ids: list[int], max_pages: int) -> list[Node]:
+    def key(self, token_ids: list[int], place: int, salt: str) -> PageKey:
+        """The digit of a sequence's page, counted from 0."""
+        ids = token_ids[place * self.page_size : (place + 1) * self.page_size]
+        return (salt, *ids) if salt and not place else tuple(ids)
+
+    def match(self, token_ids: list[int], max_pages: int, salt: str = "") -> list[Node]:
         """The nodes of the longest cached beginning of `token_ids`, from the root down, at most `max_pages`."""
         node = self.root
         path: list[Node] = []
-        for start in range(0, max_pages * self.page_size, self.page_size):
-            child = node.children.get(tuple(token_ids[start : start + self.page_size]))
+        for place in range(max_pages):
+            child = node.children.get(self.key(token_ids, place, salt))
             if child is None:
                 break
             path.append(child)

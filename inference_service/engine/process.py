@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
-from inference_service.config import Config
+from inference_service.config import Batch, Config
+from inference_service.engine.chunk_budget import choose_chunk, measure_chunks
+from inference_service.engine.grammars import Grammars
 from inference_service.engine.kv_pages import KvPages
 from inference_service.engine.link import FrontEnds
 from inference_service.engine.loop import EngineLoop
@@ -27,12 +31,23 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s engine %(levelname)s %(message)s")
     start = msgspec.json.decode(sys.stdin.buffer.read(), type=EngineStart)
     front_ends = FrontEnds(start.address)
+
+    def progress(what: str) -> None:
+        log.info("%s", what)
+        front_ends.broadcast(Progress(what))
+
     list(front_ends.receive(timeout_s=10))
     try:
-        executor = load_executor(start, front_ends)
-        front_ends.broadcast(ready(start.config, executor))
+        executor = load_executor(start, progress)
+        batch = find_chunk(start.config, executor, progress)
+        front_ends.broadcast(ready(start.config, executor, batch.prefill_tokens))
         pages = KvPages(executor.info.pages, start.config.cache.page_size, prefix=start.config.cache.prefix)
-        EngineLoop(front_ends, Scheduler(start.config.batch, pages), executor, start.parent_pid).run()
+        grammars = Grammars(start.model_dir, executor.info.vocab_size)
+        loop = EngineLoop(front_ends, Scheduler(batch, pages, grammars), executor, start.parent_pid)
+        # What is loaded stays; looking through it again would hold up steps for tens of milliseconds.
+        gc.collect()
+        gc.freeze()
+        loop.run()
     except Exception as error:
         if not isinstance(error, ValueError):  # a wrong configuration or model says all in its message
             log.exception("the engine failed")
@@ -41,13 +56,8 @@ def main() -> None:
         sys.exit(1)
 
 
-def load_executor(start: EngineStart, front_ends: FrontEnds) -> Executor:
+def load_executor(start: EngineStart, progress: Callable[[str], None]) -> Executor:
     """The configured executor, after it has made a first token."""
-
-    def progress(what: str) -> None:
-        log.info("%s", what)
-        front_ends.broadcast(Progress(what))
-
     executor: Executor
     if start.config.model.load_format == "echo":
         from inference_service.engine.echo import EchoExecutor
@@ -70,7 +80,21 @@ def first_token(executor: Executor) -> None:
         executor.launch(StepPlan([Row(0, 1, 1, [], [0, executor.info.pages - 1], True, greedy)])).wait()
 
 
-def ready(config: Config, executor: Executor) -> Ready:
+def find_chunk(config: Config, executor: Executor, progress: Callable[[str], None]) -> Batch:
+    """The batch's settings, with the prefill tokens beside decodes measured where they are not set."""
+    if config.batch.max_prefill_tokens or config.model.load_format == "echo":
+        return config.batch
+    seconds = measure_chunks(executor, config.batch, config.cache.page_size)
+    if not seconds:
+        progress(f"at most {config.batch.prefill_tokens} prefill tokens beside decodes: steps are too slow here to be timed at start")
+        return config.batch
+    chunk = choose_chunk(seconds)
+    timed = ", ".join(f"{tokens}: {1e3 * taken:.1f} ms" for tokens, taken in seconds.items())
+    progress(f"at most {chunk} prefill tokens beside decodes, by the time of a step with so many ({timed})")
+    return msgspec.structs.replace(config.batch, max_prefill_tokens=chunk)
+
+
+def ready(config: Config, executor: Executor, prefill_tokens: int) -> Ready:
     """What the front end needs to know to validate requests and describe the server."""
     info = executor.info
     return Ready(
@@ -84,6 +108,7 @@ def ready(config: Config, executor: Executor) -> Ready:
         page_size=config.cache.page_size,
         pages=info.pages,
         kernels=info.kernels,
+        prefill_tokens=prefill_tokens,
     )
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from inference_service.engine.bad_words import BadWords
+from inference_service.engine.forks import SharedPrompt
+from inference_service.engine.grammars import Guide
 from inference_service.engine.prefix_cache import Node
-from inference_service.messages import Submit
+from inference_service.messages import Submit, TokenLogprobs
 
 
 class Request:
@@ -14,30 +17,52 @@ class Request:
     """
 
     __slots__ = (
+        "bad_words",
         "cached_tokens",
+        "compiles",
         "computed",
         "decodes",
         "done",
+        "forks",
+        "guide",
         "in_flight",
+        "is_plain",
         "node",
         "origin",
         "pages",
+        "parent",
         "preemptions",
+        "prompt_scored",
         "published",
+        "rank",
         "reported",
         "scheduled_ns",
+        "shared",
         "slot",
         "stop_ids",
         "submit",
         "tokens",
     )
 
-    def __init__(self, submit: Submit, origin: bytes = b"") -> None:
+    def __init__(self, submit: Submit, origin: bytes = b"", rank: tuple[int, int] = (0, 0)) -> None:
         self.submit = submit
         self.origin = origin
         """The front end that sent it."""
+        self.rank = rank
+        """Its place in the order in which requests get their turn; the second number is its own alone."""
         self.tokens = list(submit.token_ids)
         self.stop_ids = frozenset(submit.stop_token_ids)
+        self.bad_words = BadWords(submit.sampling.bad_words) if submit.sampling.bad_words else None
+        self.is_plain = (
+            submit.logprobs < 0
+            and submit.prompt_logprobs < 0
+            and submit.grammar is None
+            and self.bad_words is None
+            and not submit.sampling.changes_logits
+        )
+        """Whether its rows are, but for what `min_tokens` bans."""
+        self.prompt_scored = 0
+        """Prompt tokens whose log-probabilities the front end has."""
         self.computed = 0
         self.in_flight = 0
         self.decodes = False
@@ -54,10 +79,36 @@ class Request:
         """Whether the front end knows that the request was scheduled."""
         self.preemptions = 0
         self.done = False
+        self.guide: Guide | None = None
+        """Where its answer stands in its grammar; None: it has no grammar."""
+        self.compiles = submit.grammar is not None
+        """Whether its grammar is not compiled yet."""
+        self.forks: list[Request] = []
+        """Other choices that wait until this one's prompt is computed."""
+        self.parent: Request | None = None
+        """The choice whose fork this one waits to be."""
+        self.shared: SharedPrompt | None = None
+        """What a fork in the queue takes over when its turn comes."""
+
+    @property
+    def lacks_mask(self) -> bool:
+        """Whether its next token cannot be drawn yet, since the grammar's mask depends on one that is not known, or not worked in."""
+        return self.guide is not None and (self.in_flight > 0 or not self.guide.ready)
 
     @property
     def prompt_tokens(self) -> int:
         return len(self.submit.token_ids)
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether log-probabilities of the prompt are still to be told: then its tokens must be computed, wherever their pages are."""
+        return self.submit.prompt_logprobs >= 0 and self.prompt_scored < self.prompt_tokens - 1
+
+    def take_scores(self, start: int, scores: list[TokenLogprobs]) -> list[TokenLogprobs]:
+        """Of the scores of the tokens that follow `start` and those after it, the ones that the front end has not got before."""
+        new = scores[max(0, self.prompt_scored - start) :]
+        self.prompt_scored += len(new)
+        return new
 
     @property
     def length(self) -> int:

@@ -1,7 +1,8 @@
 """Continuous batching: which tokens of which requests the next step computes.
 
-One budget of tokens a step: first one token for every request that decodes, then prefill chunks in order of arrival. While anything
-decodes, prefill is capped, so that a long prompt slows decodes by a bounded amount instead of stalling them.
+One budget of tokens a step: first one token for every request that decodes, then prefill chunks in order of admission, then of those that
+wait, by priority and arrival (waiting.py). While anything decodes, prefill is capped, so that a long prompt slows decodes by a bounded
+amount instead of stalling them. What runs is preempted only where pages run out, those whose turn came last first.
 
 Steps overlap: `schedule` plans step N + 1 while step N runs, before its sampled ids are known. A request whose answer turns out to have
 ended with step N has then computed one token too many, which `update` drops.
@@ -9,14 +10,18 @@ ended with step N has then computed one token too many, which `update` drops.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import count
 
 from inference_service.config import Batch
+from inference_service.engine.forks import SharedPrompt, SharedPrompts
+from inference_service.engine.grammars import Grammars
 from inference_service.engine.kv_pages import KvPages
 from inference_service.engine.requests import Request
+from inference_service.engine.rows import make_row
 from inference_service.engine.step import Row, StepPlan, StepResult
+from inference_service.engine.waiting import RequestHeap, rank
 from inference_service.messages import Finish, Load, Output, Submit, TokenLogprobs
 
 
@@ -29,16 +34,28 @@ class Scheduled:
 
 
 class Scheduler:
-    """Owns the requests: `waiting` in order of arrival, `running` in order of admission."""
+    """Owns the requests: `waiting` in the order of their ranks, `running` in order of admission. Not yet among these are forks whose
+    parents' prompts are not computed, and requests whose grammars are not compiled."""
 
-    def __init__(self, batch: Batch, pages: KvPages) -> None:
+    def __init__(self, batch: Batch, pages: KvPages, grammars: Grammars | None = None) -> None:
+        """`grammars`: None where no request has one."""
         self.max_step_tokens = batch.step_tokens
         self.max_prefill_tokens = batch.prefill_tokens
         self.pages = pages
-        self.waiting: deque[Request] = deque()
+        self.waiting = RequestHeap(lambda request: request.rank)
         self.running: list[Request] = []
         self.preemptions = 0
         self._requests: dict[tuple[bytes, int], Request] = {}
+        self._grammars = grammars
+        self._guided: dict[int, Request] = {}
+        """Requests with a grammar, by their guides' keys."""
+        self._numbers = count()
+        self._deadlines = RequestHeap(lambda request: (request.submit.deadline_ns, request.rank[1]))
+        self._prompts = SharedPrompts(pages)
+        self._parents: list[Request] = []
+        """Those with forks whose prompts the last step planned has completed."""
+        self._copies: list[tuple[int, int]] = []
+        """The pages to copy in the step that is being planned."""
         self._free_slots = list(range(batch.max_requests - 1, -1, -1))
 
     def __len__(self) -> int:
@@ -46,13 +63,34 @@ class Scheduler:
 
     @property
     def load(self) -> Load:
-        return Load(len(self.running), len(self.waiting), self.pages.used, self.pages.cached)
+        return Load(len(self.running), len(self._requests) - len(self.running), self.pages.used, self.pages.cached)
+
+    @property
+    def wake(self) -> int | None:
+        """A file descriptor that is readable when `follow_grammars` has something to do; None: no request has a grammar."""
+        return self._grammars.fileno if self._grammars else None
 
     def submit(self, submit: Submit, origin: bytes = b"") -> None:
-        """Queue a request."""
-        request = Request(submit, origin)
+        """Queue a request; a fork once its parent's prompt is computed, and one with a grammar once that is compiled."""
+        request = Request(submit, origin, rank(submit, next(self._numbers)))
         self._requests[origin, submit.key] = request
-        self.waiting.append(request)
+        if submit.deadline_ns:
+            self._deadlines.push(request)
+        if submit.grammar and self._grammars:
+            request.guide = self._grammars.start(submit.grammar)
+            self._guided[request.guide.key] = request
+        else:
+            self._enqueue(request)
+
+    def _enqueue(self, request: Request) -> None:
+        request.compiles = False
+        request.parent = self._requests.get((request.origin, request.submit.fork_of))
+        if request.parent is None:
+            self.waiting.push(request)
+            return
+        request.parent.forks.append(request)
+        if request.parent.decodes:
+            self._fork(request.parent)
 
     def abort(self, key: int, origin: bytes = b"") -> None:
         """Drop a request and all it holds. One that is unknown has ended already."""
@@ -62,16 +100,38 @@ class Scheduler:
 
     def expire(self, now_ns: int) -> list[tuple[Request, Output]]:
         """Drop the requests whose deadline has passed, waiting or running."""
-        late = [r for r in self._requests.values() if 0 < r.submit.deadline_ns <= now_ns]
-        for request in late:
+        late = []
+        while (request := self._deadlines.first) and request.submit.deadline_ns <= now_ns:
+            late.append(request)
             self._drop(request)
         return [(r, self._output(r, [], Finish("deadline", preemptions=r.preemptions))) for r in late]
+
+    def follow_grammars(self) -> list[tuple[Request, Output]]:
+        """Take in the masks that are made: requests may go on, or turn out to have ended, or to be impossible."""
+        outputs = []
+        for guide in self._grammars.poll() if self._grammars else ():
+            request = self._guided[guide.key]
+            finish = None
+            if guide.error:
+                finish = Finish("failed" if request.scheduled_ns else "invalid", preemptions=request.preemptions, error=guide.error)
+            elif guide.ended:
+                finish = Finish("stop", preemptions=request.preemptions)
+            elif request.compiles:
+                self._enqueue(request)
+            if finish:
+                self._drop(request)
+                outputs.append((request, self._output(request, [], finish)))
+        return outputs
 
     # --- planning ---
 
     def schedule(self, now_ns: int) -> Scheduled | None:
         """Plan the next step, or None where there is nothing to compute (or all that there is waits for a step in flight)."""
-        preemptions = self.preemptions
+        preemptions, self._copies = self.preemptions, []
+        for parent in self._parents:
+            if parent.forks:
+                self._fork(parent)
+        self._parents.clear()
         decodes = [(request, self._decode_row(request)) for request in self._growing_decodes()]
         budget = self.max_step_tokens - len(decodes)
         if decodes:
@@ -86,7 +146,7 @@ class Scheduler:
             return None
         for request, _ in planned:
             request.scheduled_ns = request.scheduled_ns or now_ns
-        return Scheduled(StepPlan([row for _, row in planned]), [request for request, _ in planned])
+        return Scheduled(StepPlan([row for _, row in planned], self._copies), [request for request, _ in planned])
 
     def _growing_decodes(self) -> list[Request]:
         """The requests that decode in this step, each with a page for its next token; some may be preempted to make that so."""
@@ -94,12 +154,12 @@ class Scheduler:
             while self._wants_decode(request) and len(request.pages) * self.pages.page_size <= request.computed:
                 if self.pages.available:
                     request.pages += self.pages.allocate(1)
-                else:
-                    self._preempt(self.running[-1])
+                elif not self._prompts.reclaim():
+                    self._preempt(max(self.running, key=lambda request: request.rank))
         return [request for request in self.running if self._wants_decode(request)]
 
     def _wants_decode(self, request: Request) -> bool:
-        return request.decodes and not request.is_complete
+        return request.decodes and not request.is_complete and not request.lacks_mask
 
     def _decode_row(self, request: Request) -> Row:
         row = self._row(request, [], 1, samples=True)
@@ -117,13 +177,13 @@ class Scheduler:
             if last:
                 request.decodes = True
                 request.in_flight += 1
+                if request.forks:
+                    self._parents.append(request)
             budget -= length
             yield request, row
 
     def _row(self, request: Request, ids: list[int], length: int, samples: bool) -> Row:
-        submit = request.submit
-        banned = submit.stop_token_ids if samples and request.output_length < submit.min_tokens else []
-        row = Row(request.slot, request.computed, length, ids, request.pages, samples, submit.sampling, submit.logprobs, banned)
+        row = make_row(request, ids, length, samples)
         request.computed += length
         return row
 
@@ -132,37 +192,67 @@ class Scheduler:
 
         Beyond those, a page for each running request stays free: else a new request would soon be preempted for the growth of old ones.
         """
-        while self.waiting and self._free_slots:
-            request = self.waiting[0]
+        while self._free_slots and (request := self.waiting.first):
             # A preempted request whose last token is still in flight cannot be computed again before that token is known.
-            if request.in_flight:
+            if request.in_flight or request.lacks_mask:
                 return
-            nodes = self.pages.match(request.tokens)
-            missing = self.pages.pages_for(len(request.tokens) + 1) - len(nodes)
+            nodes = [] if request.scores_prompt else self.pages.match(request.tokens, request.submit.cache_salt)
+            known = [node.page for node in nodes]
+            if request.shared and not self.pages.prefix:
+                known = request.shared.pages[:-1]
+            missing = self.pages.pages_for(len(request.tokens) + 1) - len(known)
             reserve = len(self.running)
             if missing + reserve > self.pages.count_available_after(nodes):
-                return
-            self.waiting.popleft()
-            self._admit(request, [node.page for node in nodes], missing)
+                # Pages that are held for forks must not keep back what else could run.
+                if self.running or not self._prompts.reclaim():
+                    return
+                continue
+            self.waiting.pop()
+            self._admit(request, known, missing)
             request.node = nodes[-1] if nodes else self.pages.tree.root
             yield request
 
-    def _admit(self, request: Request, cached: list[int], missing: int) -> None:
-        self.pages.hold(cached)
-        request.pages = cached + self.pages.allocate(missing)
-        request.published = len(cached)
-        request.computed = len(cached) * self.pages.page_size
+    def _admit(self, request: Request, known: list[int], missing: int) -> None:
+        self.pages.hold(known)
+        request.pages = known + self.pages.allocate(missing)
+        request.published = len(known)
+        request.computed = len(known) * self.pages.page_size
         if not request.scheduled_ns:
             request.cached_tokens = request.computed
         request.slot = self._free_slots.pop()
         self.running.append(request)
+        if request.shared:
+            self._take_over(request, request.shared)
 
     def _preempt(self, request: Request) -> None:
-        """Take a running request's pages; it will be computed again, first of all that wait. Published pages may survive in the cache."""
+        """Take a running request's pages; it will be computed again when its turn comes. Published pages may survive in the cache."""
         self._leave_running(request)
         request.preemptions += 1
         self.preemptions += 1
-        self.waiting.appendleft(request)
+        self.waiting.push(request)
+
+    # --- forks ---
+
+    def _fork(self, parent: Request) -> None:
+        """Queue a request's forks. Where the step that completes its prompt has been launched, they share the prompt's pages."""
+        forks, parent.forks = parent.forks, []
+        shared = None
+        if parent.decodes:
+            # Now, so that the pages held are those of the prefix tree, where it has any of the prompt.
+            self._publish(parent)
+            shared = self._prompts.hold(parent.pages[: self.pages.pages_for(parent.prompt_tokens)], len(forks))
+        for fork in forks:
+            fork.parent, fork.shared = None, shared
+            self.waiting.push(fork)
+
+    def _take_over(self, fork: Request, shared: SharedPrompt) -> None:
+        """Copy what the prompt's last page, if it is still held, has before the last token: only that token is left to compute."""
+        if shared.pages:
+            fork.computed = fork.prompt_tokens - 1
+            if fork.computed % self.pages.page_size:
+                self._copies.append((shared.pages[-1], fork.pages[len(shared.pages) - 1]))
+        fork.shared = None
+        self._prompts.leave(shared)
 
     # --- results ---
 
@@ -170,7 +260,7 @@ class Scheduler:
         """Take in the ids that a step drew: what to tell each request's front end. Requests that have ended meanwhile are passed over."""
         outputs = []
         drawn = iter(zip(result.token_ids, result.logprobs, strict=True))
-        for request, row in zip(step.requests, step.plan.rows, strict=True):
+        for place, (request, row) in enumerate(zip(step.requests, step.plan.rows, strict=True)):
             token_id, logprobs = next(drawn) if row.samples else (None, None)
             if token_id is not None:
                 request.in_flight -= 1
@@ -181,10 +271,13 @@ class Scheduler:
                 finish = self._append(request, token_id)
             self._publish(request)
             ids = [] if token_id is None or (finish and finish.reason == "stop") else [token_id]
-            if ids or finish or not request.reported:
-                outputs.append((request, self._output(request, ids, finish, [logprobs] if ids and logprobs else None)))
+            scores = request.take_scores(row.start, result.prompt_logprobs[place]) if place in result.prompt_logprobs else None
+            if ids or finish or scores or not request.reported:
+                outputs.append((request, self._output(request, ids, finish, [logprobs] if ids and logprobs else None, scores)))
             if finish:
                 self._drop(request)
+            elif token_id is not None and request.guide and self._grammars:
+                self._grammars.advance(request.guide, token_id)
         return outputs
 
     def _append(self, request: Request, token_id: int) -> Finish | None:
@@ -201,16 +294,24 @@ class Scheduler:
             return
         size = self.pages.page_size
         for place in range(request.published, min(request.computed, len(request.tokens)) // size):
-            key = tuple(request.tokens[place * size : (place + 1) * size])
+            key = self.pages.tree.key(request.tokens, place, request.submit.cache_salt)
             request.node = self.pages.publish(request.node, key, request.pages[place])
             request.pages[place] = request.node.page
             request.published += 1
 
-    def _output(self, request: Request, ids: list[int], finish: Finish | None, logprobs: list[TokenLogprobs] | None = None) -> Output:
+    def _output(
+        self,
+        request: Request,
+        ids: list[int],
+        finish: Finish | None,
+        logprobs: list[TokenLogprobs] | None = None,
+        prompt_logprobs: list[TokenLogprobs] | None = None,
+    ) -> Output:
+        key = request.submit.key
         if request.reported or not request.scheduled_ns:
-            return Output(request.submit.key, ids, logprobs, finish=finish)
+            return Output(key, ids, logprobs, finish=finish, prompt_logprobs=prompt_logprobs)
         request.reported = True
-        return Output(request.submit.key, ids, logprobs, request.scheduled_ns, request.cached_tokens, finish)
+        return Output(key, ids, logprobs, request.scheduled_ns, request.cached_tokens, finish, prompt_logprobs)
 
     # --- leaving ---
 
@@ -218,10 +319,23 @@ class Scheduler:
         """Forget a request. Steps in flight may still write its pages; whoever gets them next is computed after those steps."""
         request.done = True
         del self._requests[request.origin, request.submit.key]
+        if request.submit.deadline_ns:
+            self._deadlines.discard()
+        if request.guide and self._grammars:
+            self._grammars.end(request.guide)
+            del self._guided[request.guide.key]
+        if request.forks:
+            self._fork(request)
+        if request.compiles:
+            return
         if request.slot >= 0:
             self._leave_running(request)
+        elif request.parent:
+            request.parent.forks.remove(request)
         else:
-            self.waiting.remove(request)
+            self.waiting.discard()
+            if request.shared:
+                self._prompts.leave(request.shared)
 
     def _leave_running(self, request: Request) -> None:
         self.running.remove(request)
@@ -233,8 +347,15 @@ class Scheduler:
 
     def check_invariants(self) -> None:
         """Assert what must hold between steps. For tests and debugging."""
-        self.pages.check_invariants(request.pages for request in self._requests.values())
-        assert set(map(id, self._requests.values())) == set(map(id, [*self.running, *self.waiting]))
+        requests = list(self._requests.values())
+        self.pages.check_invariants([*(request.pages for request in requests), *(shared.pages for shared in self._prompts)])
+        forks = [fork for parent in requests for fork in parent.forks]
+        compiling = [request for request in requests if request.compiles]
+        places = [*self.running, *self.waiting, *forks, *compiling]
+        assert sorted(map(id, requests)) == sorted(map(id, places)), "a request is lost, or in two places"
+        assert len(self.waiting) == len(list(self.waiting)), "the queue counts wrong"
+        for shared in self._prompts:
+            assert shared.forks == sum(request.shared is shared for request in self.waiting) > 0, "a prompt is held for nobody"
         slots = [request.slot for request in self.running] + self._free_slots
         assert sorted(slots) == list(range(len(slots))), "a slot is lost or taken twice"
         for request in self.running:

@@ -31,11 +31,37 @@ class Row:
     logprobs: int = -1
     """Alternatives to give with the sampled token; -1: no log-probabilities."""
     banned_ids: list[int] = field(default_factory=list)
-    """Ids that must not be drawn in this step (stop tokens before min_tokens)."""
+    """Ids that must not be drawn in this step (stop tokens before min_tokens, words of one token)."""
+    banned_after: list[tuple[int, int]] = field(default_factory=list)
+    """Pairs: where the sequence's last token is the first id, the second must not be drawn. For words whose end the host cannot yet see."""
+    history: list[int] = field(default_factory=list)
+    """The whole sequence, in the first row that samples since the request took its slot, where penalties count tokens; else empty."""
+    prompt_tokens: int = 0
+    """With `history`: how many of it are the prompt's."""
+    prompt_logprobs: int = -1
+    """Alternatives to give for each of `next_ids`; -1: no log-probabilities of them."""
+    next_ids: list[int] = field(default_factory=list)
+    """With `prompt_logprobs`: the prompt's tokens that follow each of the row's, as far as the prompt goes."""
+    allowed: bytes = b""
+    """A bit a token id of the vocabulary, little-endian in 32-bit words: those that the grammar permits next. Empty: all."""
+    known_plain: bool = False
+    """Who made the row knows that it `is_plain`, which takes longer to find out, and every row of every step is asked."""
 
     @property
     def is_decode(self) -> bool:
         return not self.token_ids
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the row wants its next token alone, drawn from the logits as the model gives them."""
+        return self.known_plain or not (
+            self.logprobs >= 0
+            or self.banned_ids
+            or self.banned_after
+            or self.allowed
+            or self.prompt_logprobs >= 0
+            or self.sampling.changes_logits
+        )
 
     @property
     def position(self) -> int:
@@ -48,6 +74,8 @@ class StepPlan:
     """What one step computes: decode rows first, then prefill rows."""
 
     rows: list[Row]
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    """Pages to copy before anything else: from, to."""
 
     @property
     def tokens(self) -> int:
@@ -61,6 +89,10 @@ class StepResult:
     token_ids: list[int]
     logprobs: list[TokenLogprobs | None]
     """One entry a sampling row; None where the row asked for none."""
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    """By the row's place in the plan, for rows that asked: one entry for each of its `next_ids`."""
+    distinct_experts: float | None = None
+    """Different experts that the step's tokens chose, a layer on average; counted now and then, in steps of decodes alone."""
 
 
 class Ticket(Protocol):
@@ -98,6 +130,11 @@ class Executor(Protocol):
     """
 
     info: ExecutorInfo
+
+    @property
+    def compiles(self) -> int:
+        """Kernels compiled, or loaded for the first time, since the start: 0, unless the start has missed something that a request met."""
+        ...
 
     def launch(self, plan: StepPlan) -> Ticket:
         """Start a step. The plan has been read when this returns: its lists may change afterwards."""

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from inference_service.engine.step import Row, StepPlan
+from inference_service.execution.edits import Edits, gather_edits
+from inference_service.execution.logprobs import PromptRows, gather_prompt
 from inference_service.kernels.attention import StepLayout
 from inference_service.kernels.sampling import Draws
 
@@ -40,9 +42,6 @@ class StepTensors:
     """float32, as the two that follow."""
     top_p_X: Tensor
     min_p_X: Tensor
-    banned_row_Z: Tensor
-    """Pairs of a sampling row and an id that it must not draw."""
-    banned_id_Z: Tensor
     scored_Y: Tensor
     """The sampling rows that ask for log-probabilities."""
 
@@ -60,6 +59,8 @@ class Step:
     any_top_p: bool
     alternatives: list[int]
     """For each sampling row, the log-probabilities asked for beside the chosen one's; -1: none at all."""
+    edits: Edits | None
+    prompt: PromptRows | None
 
     @property
     def samples(self) -> int:
@@ -99,13 +100,11 @@ def pack(plan: StepPlan, page_size: int) -> Step:
     drawn = [(index, row) for index, row in enumerate(sampling) if row.sampling.temperature > 0]
     filters = [row.sampling for _, row in drawn]
     filtered = [index for index, draw in enumerate(filters) if draw.top_k or draw.top_p < 1 or draw.min_p > 0]
-    limits = [filters[index].top_k or ALL for index in filtered]
     lasts, first = [], 0
     for row in rows:
         first += row.length
         if row.samples:
             lasts.append(first - 1)
-    bans = [(index, banned) for index, row in enumerate(sampling) for banned in row.banned_ids]
     tensors = StepTensors(
         token_ids_T=_ints([token for row in rows for token in row.token_ids or (0,)]),
         positions_T=_ints([position for row in rows for position in range(row.start, row.start + row.length)]),
@@ -122,8 +121,6 @@ def pack(plan: StepPlan, page_size: int) -> Step:
         temperature_X=_floats([draw.temperature for draw in filters]),
         top_p_X=_floats([draw.top_p for draw in filters]),
         min_p_X=_floats([draw.min_p for draw in filters]),
-        banned_row_Z=_ints([index for index, _ in bans]),
-        banned_id_Z=_ints([banned for _, banned in bans]),
         scored_Y=_ints([index for index, row in enumerate(sampling) if row.logprobs >= 0]),
     )
     return Step(
@@ -132,9 +129,11 @@ def pack(plan: StepPlan, page_size: int) -> Step:
         decodes,
         [row.length for row in rows],
         [row.position for row in rows],
-        max(limits) if any(draw.top_k for draw in filters) else 0,
+        max([draw.top_k for draw in filters], default=0),
         any(filters[index].top_p < 1 for index in filtered),
         [row.logprobs for row in sampling],
+        gather_edits(sampling),
+        gather_prompt(rows),
     )
 
 
@@ -142,7 +141,7 @@ class InputBuffers:
     """The fixed memory on the device: the inputs of the step that runs, and each slot's last token."""
 
     def __init__(self, max_requests: int, max_step_tokens: int, max_pages: int, device: torch.device) -> None:
-        sizes = {"T": max_step_tokens, "Z": 0}
+        sizes = {"T": max_step_tokens}
         floats = ("temperature_X", "top_p_X", "min_p_X")
         self._buffers = {
             field.name: torch.zeros(
@@ -164,9 +163,7 @@ class InputBuffers:
 
     def _put(self, name: str, values: Tensor) -> Tensor:
         if len(values) > len(self._buffers[name]):
-            if not name.endswith("_Z"):
-                raise ValueError(f"{name} holds {len(self._buffers[name])} values, and the step has {len(values)}")
-            self._buffers[name] = self._buffers[name].new_zeros(len(values))
+            raise ValueError(f"{name} holds {len(self._buffers[name])} values, and the step has {len(values)}")
         view = self._buffers[name][: len(values)]
         return view.copy_(values, non_blocking=True) if len(values) else view
 

@@ -1,6 +1,6 @@
 """The executor for CUDA: steps are queued on one stream, and the host waits for nothing but ids that somebody asks for.
 
-Steps of decodes, and short ones with prefill chunks, replay a CUDA graph; long prefills, log-probabilities and banned ids run eagerly
+Steps of decodes, and short ones with prefill chunks, replay a CUDA graph; long prefills, log-probabilities and changed logits run eagerly
 through the same model.
 """
 
@@ -15,10 +15,15 @@ from torch import Tensor
 
 from inference_service.config import Config
 from inference_service.engine.step import Row, StepPlan, StepResult, Ticket
+from inference_service.execution.edits import LogitEdits, gather_edits
+from inference_service.execution.expert_count import ExpertCounter
 from inference_service.execution.graphs import StepGraphs, StepRunner, decode_sizes, mixed_sizes
 from inference_service.execution.loading import LoadedModel
+from inference_service.execution.logprobs import PromptRows, gather_prompt, score_prompt, to_logprobs, to_prompt_logprobs
 from inference_service.execution.packed_inputs import PackedStep, Sizes, SlotTable, device_fields
-from inference_service.execution.sampler import sample_rows, to_logprobs
+from inference_service.execution.page_copies import copy_pages
+from inference_service.execution.sampler import sample
+from inference_service.kernels.compiles import compile_counter
 from inference_service.messages import Sampling
 
 GREEDY = Sampling(0.0, 0, 1.0, 0.0, 0)
@@ -28,6 +33,15 @@ MIXED_WORK = 512 * 1024
 """Tokens times context of all prefill chunks of a step: above, the attention of eager steps wins more than launches cost."""
 
 
+@dataclass(frozen=True)
+class Scores:
+    """Log-probabilities of a step, in page-locked memory once the step has run: of drawn tokens, and of a prompt's."""
+
+    drawn: list[Tensor] = field(default_factory=list)
+    prompt: list[Tensor] = field(default_factory=list)
+    prompt_rows: PromptRows | None = None
+
+
 @dataclass(eq=False)
 class CudaTicket:
     """A launched step. What comes back lands in page-locked memory of the ticket's own."""
@@ -35,7 +49,8 @@ class CudaTicket:
     event: torch.cuda.Event
     ids_N: Tensor
     alternatives: list[int]
-    scores: list[Tensor] = field(default_factory=list)
+    scores: Scores
+    distinct_experts: Tensor | None = None
     result: StepResult | None = None
 
     def ended(self, timeout_s: float) -> bool:
@@ -46,7 +61,9 @@ class CudaTicket:
     def wait(self) -> StepResult:
         if self.result is None:
             self.event.synchronize()
-            self.result = StepResult(self.ids_N.tolist(), to_logprobs(self.alternatives, self.scores))
+            prompt_logprobs = to_prompt_logprobs(self.scores.prompt_rows, self.scores.prompt)
+            distinct = None if self.distinct_experts is None else self.distinct_experts.item()
+            self.result = StepResult(self.ids_N.tolist(), to_logprobs(self.alternatives, self.scores.drawn), prompt_logprobs, distinct)
         return self.result
 
 
@@ -57,6 +74,7 @@ class Staging:
         self.block = torch.zeros(block_bytes, dtype=torch.uint8, pin_memory=True)
         self.bytes = self.block.numpy()
         self.ids_N = torch.zeros(max_requests, dtype=torch.int64, pin_memory=True)
+        self.distinct_experts = torch.zeros((), pin_memory=True)
         self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self.ticket: CudaTicket | None = None
 
@@ -72,48 +90,79 @@ class CudaExecutor:
         self._slots = SlotTable(max_requests, -(-loaded.shape.max_context // page_size), page_size)
         largest = Sizes(config.batch.step_tokens, max_requests, max_requests, self._slots.max_pages)
         self._runner = StepRunner(loaded.model, caches, max_requests, largest.bytes, loaded.target.device)
+        self._editor = LogitEdits(self._runner.last_token_id_S)
         self._graphs = StepGraphs(self._runner, self._slots)
         self._ring = [Staging(largest.bytes, max_requests) for _ in range(IN_FLIGHT)]
-        self._launched = 0
+        self._counter = ExpertCounter(loaded.shape.moe.experts if loaded.shape.moe else 0)
+        self._launched = self._compiles_before = 0
 
     def launch(self, plan: StepPlan) -> Ticket:
         rows = plan.rows
         exact = self._slots.measure(rows)
-        graph = self._graph(rows, exact)
+        plain = all(row.known_plain or row.is_plain for row in rows)
+        graph = self._graph(rows, exact) if plain else None
         staging = self._next_staging()
         with self._on_stream():
+            if plan.copies:
+                copy_pages(self._runner.caches, plan.copies)
             step = self._upload(rows, graph or exact, staging)
-            scores: list[Tensor] = []
+            scores, distinct = Scores(), None
             if graph:
-                ids_N = self._graphs.replay(graph, step.greedy)
+                captured = self._graphs.replay(graph, step.greedy)
+                ids_N = captured.ids_N
+                if self._counter.wants(not graph.mixed):
+                    distinct = staging.distinct_experts.copy_(self._counter.count(captured.chosen_experts, exact.tokens), non_blocking=True)
+            elif plain:
+                ids_N = self._run(step)
             else:
-                ids_N, scores = self._run(rows, step)
+                ids_N, scores = self._run_edited(rows, step)
             ids_N = staging.ids_N[: exact.samples].copy_(ids_N[: exact.samples], non_blocking=True)
             staging.event.record()
         alternatives = [row.logprobs for row in rows if row.samples]
-        staging.ticket = CudaTicket(staging.event, ids_N, alternatives, scores)
+        staging.ticket = CudaTicket(staging.event, ids_N, alternatives, scores, distinct)
         return staging.ticket
 
     def _graph(self, rows: list[Row], exact: Sizes) -> Sizes | None:
         """The inputs of the graph that computes a step; None: it must run eagerly."""
         mixed = bool(rows[-1].token_ids)
         graph = self._graphs.sizes(replace(exact, mixed=True) if mixed else exact)
-        if graph is None or any(row.logprobs >= 0 or row.banned_ids for row in rows):
+        if graph is None:
             return None
         if mixed and sum(row.length * row.position for row in rows if row.token_ids) > MIXED_WORK:
             return None
         return graph
 
-    def _run(self, rows: list[Row], step: PackedStep) -> tuple[Tensor, list[Tensor]]:
-        """Compute a step eagerly: ids_N, and on the host what the rows that want log-probabilities get once the step has run."""
+    def _run(self, step: PackedStep) -> Tensor:
+        """Compute a step eagerly, and give ids_N."""
         fields = device_fields(self._runner.block, step.sizes)
         logits_NV = self._runner.logits(step, fields)
+        return self._runner.draw(logits_NV, step, fields) if step.sizes.samples else fields.slots_N
+
+    def _run_edited(self, rows: list[Row], step: PackedStep) -> tuple[Tensor, Scores]:
+        """The same where a row is not plain: also gives what the rows that want log-probabilities get."""
+        runner, fields = self._runner, device_fields(self._runner.block, step.sizes)
+        prompt_rows = gather_prompt(rows, pin=True)
+        prompt_scores: list[Tensor] = []
+        if prompt_rows:
+            hidden_TC = runner.hidden(step, fields, None)
+            prompt_scores = score_prompt(hidden_TC, runner.model.logits, prompt_rows)
+            logits_NV = runner.model.logits(hidden_TC.index_select(0, fields.last_N))
+        else:
+            logits_NV = runner.logits(step, fields)
         if not step.sizes.samples:
-            return fields.slots_N, []
+            return fields.slots_N, Scores([], _to_host(prompt_scores), prompt_rows)
         sampling = [row for row in rows if row.samples]
-        if all(row.logprobs < 0 and not row.banned_ids for row in sampling):
-            return self._runner.draw(logits_NV, step, fields), []
-        return sample_rows(logits_NV, sampling, lambda allowed_NV: self._runner.draw(allowed_NV, step, fields))
+        scored = [index for index, row in enumerate(sampling) if row.logprobs >= 0]
+        scored_Y = torch.tensor(scored, dtype=torch.int64, pin_memory=True).to(logits_NV.device, non_blocking=True)
+        ids_N, scores = sample(
+            logits_NV,
+            scored_Y,
+            [row.logprobs for row in sampling],
+            gather_edits(sampling, pin=True),
+            self._editor,
+            lambda edited_NV: runner.draw(edited_NV, step, fields),
+        )
+        return ids_N, Scores(_to_host(scores), _to_host(prompt_scores), prompt_rows)
 
     def _upload(self, rows: list[Row], sizes: Sizes, staging: Staging) -> PackedStep:
         step = self._slots.write(rows, sizes, staging.bytes)
@@ -137,9 +186,17 @@ class CudaExecutor:
         """Let launched steps end, and let go of what they use."""
         self._stream.synchronize()
         self._ring.clear()
-        del self._graphs, self._runner
+        del self._graphs, self._runner, self._editor
+
+    @property
+    def compiles(self) -> int:
+        return compile_counter().count - self._compiles_before
 
     # --- start ---
+
+    def count_compiles(self) -> None:
+        """Count from now on: all that a request may meet has been run."""
+        self._compiles_before = compile_counter().count
 
     def graph_sizes(self, mixed: bool) -> list[Sizes]:
         """The inputs of each graph to capture, be it of decodes alone or (`mixed`) of prefill chunks too."""
@@ -166,3 +223,8 @@ class CudaExecutor:
             rows.append(Row(len(rows), 0, length, [token % vocabulary for token in range(length)], pages, True, sampling, logprobs))
             used, tokens = used + len(pages), tokens - length
         self.launch(StepPlan(rows)).wait()
+
+
+def _to_host(scores: list[Tensor]) -> list[Tensor]:
+    """Copies that are there once the stream gets there."""
+    return [torch.empty(score.shape, dtype=score.dtype, pin_memory=True).copy_(score, non_blocking=True) for score in scores]

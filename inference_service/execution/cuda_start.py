@@ -6,14 +6,15 @@ import time
 from collections.abc import Callable
 
 import torch
+from msgspec.structs import replace
 
 from inference_service.config import Config
-from inference_service.execution.cuda_executor import CudaExecutor
+from inference_service.execution.cuda_executor import GREEDY, CudaExecutor
 from inference_service.execution.device import find_setting
 from inference_service.execution.loading import LoadedModel, Report
 from inference_service.execution.memory import GIB, MIB, Needs, page_bytes, used_bytes
 from inference_service.execution.packed_inputs import Sizes
-from inference_service.execution.tuning import autotune_file, describe
+from inference_service.execution.tuning import describe, load_tuning
 from inference_service.kernels.selection import keeps_from_graph
 from inference_service.messages import Sampling
 
@@ -53,22 +54,23 @@ def build_cuda_executor(config: Config, loaded: LoadedModel, progress: Report) -
     begin = time.perf_counter()
     _warm_up(executor, config)
     progress(f"warmed up in {time.perf_counter() - begin:.1f} s; {torch.cuda.mem_get_info()[0] / GIB:.2f} GiB are free")
+    executor.count_compiles()
     return executor
 
 
 def _load_tactics(config: Config, loaded: LoadedModel, progress: Report) -> None:
-    """What FlashInfer's autotuner found in `prebuild`."""
+    """What `prebuild` measured of the experts' kernels."""
     if not any("cutlass" in choice.row.backend for choice in loaded.choices):
         return
-    from inference_service.kernels.flashinfer_moe import autotune
+    from inference_service.kernels.expert_tactics import expert_tactics
 
     setting = find_setting(config, loaded.target, loaded.shape, loaded.dtype)
-    file = autotune_file(describe(loaded.target, setting, loaded.shape))
-    if not file.exists():
+    tuning = load_tuning(describe(loaded.target, setting, loaded.shape))
+    if tuning and tuning.expert_tactics:
+        expert_tactics().use(tuning.expert_tactics)
+        progress(f"the experts' kernels run as tuned for {', '.join(map(str, tuning.expert_tactics))} tokens")
+    else:
         progress("the experts' kernels run untuned: `prebuild` tunes them")
-        return
-    with autotune(file, tune=False):
-        progress(f"the experts' kernels run as tuned: {file}")
 
 
 def _learn_needs(
@@ -101,7 +103,7 @@ def _sorted_tokens(sizes: list[Sizes], mixed: bool) -> list[int]:
 
 def _warm_up(executor: CudaExecutor, config: Config) -> None:
     """Meet what a first request would: prefills of odd and even length, alone and beside decodes, greedy and sampled; with
-    log-probabilities too, which make steps run eagerly that a graph would compute."""
+    log-probabilities too, which make steps run eagerly that a graph would compute, and with changed logits, which are float32."""
     batch = config.batch
     decodes = min(3, batch.max_requests - 1)
     lengths = {1, 17, 128, 500, 1024, batch.prefill_tokens, batch.step_tokens}
@@ -114,3 +116,5 @@ def _warm_up(executor: CudaExecutor, config: Config) -> None:
         executor.prefill(1, 0, RANDOM, logprobs)
         if batch.step_tokens > decodes:
             executor.prefill(1, decodes, RANDOM, logprobs)
+    for sampling in (GREEDY, RANDOM):
+        executor.prefill(1, 0, replace(sampling, logit_bias=[(0, 1.0)]))

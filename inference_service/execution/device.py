@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from inference_service.config import Config, ConfigError
-from inference_service.kernels.support import Setting
+from inference_service.kernels.support import CLAMPED_EXPERTS, SINKS, SOFT_CAP, WINDOW, Setting
 from inference_service.kernels.versions import installed_versions
 from inference_service.models.config import DTYPES, ModelConfig
 
@@ -49,4 +49,16 @@ def find_dtype(config: Config, device: torch.device, checkpoint: torch.dtype) ->
 def find_setting(config: Config, target: TargetDevice, shape: ModelConfig, dtype: torch.dtype) -> Setting:
     """What decides which kernels can run."""
     group = shape.heads // shape.kv_heads
-    return Setting(target.architecture, dtype, shape.head_dim, group, config.cache.page_size, installed_versions())
+    return Setting(target.architecture, dtype, shape.head_dim, group, config.cache.page_size, installed_versions(), _features(shape))
+
+
+def _features(shape: ModelConfig) -> frozenset[str]:
+    """What the model needs of kernels beyond the plain decoder."""
+    specs = [shape.attention_of(layer)[0] for layer in range(shape.layers)]
+    needed = {
+        WINDOW: any(spec.window for spec in specs),
+        SOFT_CAP: any(spec.soft_cap for spec in specs),
+        SINKS: shape.sinks,
+        CLAMPED_EXPERTS: shape.moe is not None and shape.moe.clamped is not None,
+    }
+    return frozenset(feature for feature, need in needed.items() if need)

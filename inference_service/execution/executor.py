@@ -14,9 +14,13 @@ from inference_service.config import Config
 from inference_service.engine.step import Executor, ExecutorInfo, StepPlan, StepResult, Ticket
 from inference_service.execution.batch import InputBuffers, Step, pack
 from inference_service.execution.device import find_device
+from inference_service.execution.edits import LogitEdits
+from inference_service.execution.expert_count import ExpertCounter
 from inference_service.execution.loading import Report, load_model
+from inference_service.execution.logprobs import score_prompt, to_logprobs, to_prompt_logprobs
 from inference_service.execution.memory import cpu_pages
-from inference_service.execution.sampler import sample, to_logprobs
+from inference_service.execution.page_copies import copy_pages
+from inference_service.execution.sampler import sample
 from inference_service.models.decoder import Decoder
 
 COMPUTE_NICE = 5
@@ -38,28 +42,50 @@ class StepTicket:
 class TorchExecutor:
     """Runs steps in the order of their launch, on a single thread, which is the only one that touches tensors on the device."""
 
+    compiles = 0
+
     def __init__(self, model: Decoder, caches: list[Tensor], buffers: InputBuffers, info: ExecutorInfo, worker: ThreadPoolExecutor) -> None:
         self.info = info
         self._model, self._caches, self._buffers = model, caches, buffers
+        self._editor = LogitEdits(buffers.last_token_id_S)
         self._page_size = caches[0].shape[3]
+        self._counter = ExpertCounter(model.config.moe.experts if model.config.moe else 0)
         self._worker = worker
 
     def launch(self, plan: StepPlan) -> Ticket:
-        return StepTicket(self._worker.submit(self._run, pack(plan, self._page_size)))
+        return StepTicket(self._worker.submit(self._run, pack(plan, self._page_size), list(plan.copies)))
 
     def close(self) -> None:
         self._worker.shutdown(cancel_futures=True)
 
     @torch.inference_mode()
-    def _run(self, packed: Step) -> StepResult:
-        step = self._buffers.fill(packed)
-        last_N = None if step.all_sample else step.tensors.last_N
-        logits_NV = self._model.forward(step.tensors.token_ids_T, step.layout(), self._caches, last_N)
+    def _run(self, packed: Step, copies: list[tuple[int, int]]) -> StepResult:
+        if copies:
+            copy_pages(self._caches, copies)
+        step, model = self._buffers.fill(packed), self._model
+        tensors = step.tensors
+        last_N = None if step.all_sample or step.prompt else tensors.last_N
+        hidden_NC = model.hidden(tensors.token_ids_T, step.layout(), self._caches, last_N)
+        prompt_scores: list[Tensor] = []
+        if step.prompt:
+            prompt_scores = score_prompt(hidden_NC, model.logits, step.prompt)
+            hidden_NC = hidden_NC.index_select(0, tensors.last_N)
+        prompt_logprobs = to_prompt_logprobs(step.prompt, prompt_scores)
         if not step.samples:
-            return StepResult([], [])
-        ids_N, scores = sample(logits_NV, step, self._model.operators.sampling)
-        self._buffers.last_token_id_S.index_copy_(0, step.tensors.slots_N, ids_N)
-        return StepResult(ids_N.tolist(), to_logprobs(step.alternatives, scores))
+            return StepResult([], [], prompt_logprobs)
+        ids_N, scores = sample(
+            model.logits(hidden_NC),
+            tensors.scored_Y,
+            step.alternatives,
+            step.edits,
+            self._editor,
+            lambda logits_NV: model.operators.sampling(logits_NV, step.draws()),
+        )
+        self._buffers.last_token_id_S.index_copy_(0, tensors.slots_N, ids_N)
+        distinct = None
+        if self._counter.wants(step.decodes == len(step.lengths)):
+            distinct = self._counter.count(model.take_chosen_experts(), step.decodes).item()
+        return StepResult(ids_N.tolist(), to_logprobs(step.alternatives, scores), prompt_logprobs, distinct)
 
 
 def build_executor(config: Config, model_dir: Path, progress: Report) -> Executor:

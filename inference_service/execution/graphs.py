@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -27,11 +28,14 @@ class StepRunner:
 
     def logits(self, step: PackedStep, fields: Fields) -> Tensor:
         """Compute the step's tokens, and give logits_NV."""
+        every = not step.sizes.mixed and step.sizes.samples == step.sizes.tokens
+        return self.model.logits(self.hidden(step, fields, None if every else fields.last_N))
+
+    def hidden(self, step: PackedStep, fields: Fields, last_N: Tensor | None) -> Tensor:
+        """Compute the step's tokens, and give what logits are made of: of all tokens, or those in `last_N`."""
         last_token_id_T = self.last_token_id_S.index_select(0, fields.slots_R.index_select(0, fields.row_T))
         token_ids_T = torch.where(fields.token_ids_T < 0, last_token_id_T, fields.token_ids_T)
-        mixed = step.sizes.mixed
-        last_N = None if not mixed and step.sizes.samples == step.sizes.tokens else fields.last_N
-        return self.model.forward(token_ids_T, step.layout(fields), self.caches, last_N, mixed)
+        return self.model.hidden(token_ids_T, step.layout(fields), self.caches, last_N, step.sizes.mixed)
 
     def draw(self, logits_NV: Tensor, step: PackedStep, fields: Fields) -> Tensor:
         """Draw ids_N, and leave them where the next step's decodes find them."""
@@ -78,13 +82,23 @@ def mixed_sizes(max_requests: int, step_tokens: int, slots: SlotTable) -> list[S
     return [Sizes(tokens, rows, rows, width, mixed=True) for tokens, rows in counts]
 
 
+@dataclass(frozen=True)
+class CapturedStep:
+    """A graph, and what a replay leaves behind until the next."""
+
+    graph: torch.cuda.CUDAGraph
+    ids_N: Tensor
+    chosen_experts: list[Tensor]
+    """ids_TK of each layer with experts."""
+
+
 class StepGraphs:
     """Captures on the current stream, which must not be the default one, and replays there."""
 
     def __init__(self, runner: StepRunner, slots: SlotTable) -> None:
         self._runner, self._slots = runner, slots
         self._pool = torch.cuda.graph_pool_handle()
-        self._graphs: dict[tuple[Sizes, bool], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._graphs: dict[tuple[Sizes, bool], CapturedStep] = {}
         self._sizes: list[Sizes] = []
 
     def __len__(self) -> int:
@@ -109,7 +123,7 @@ class StepGraphs:
                 warm = each.mixed, each.tokens
         self._sizes = sorted({each for each, _ in self._graphs}, key=_order)
 
-    def _capture(self, sizes: Sizes, greedy: bool, warm: bool) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    def _capture(self, sizes: Sizes, greedy: bool, warm: bool) -> CapturedStep:
         # A graph knows no values of the host: every context may be as long as the page table allows.
         decodes = 0 if sizes.mixed else sizes.rows
         step = PackedStep(sizes, decodes, np.ones(decodes, np.int64), np.full(decodes, sizes.pages * self._slots.page_size), greedy)
@@ -121,18 +135,20 @@ class StepGraphs:
         if not warm:
             # What is compiled or set up at first use must not be captured.
             run()
+        # What this holds must not be let go within the capture.
+        self._runner.model.take_chosen_experts()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=torch.cuda.current_stream()):
             ids_N = run()
         # The first replay uploads the graph.
         graph.replay()
-        return graph, ids_N
+        return CapturedStep(graph, ids_N, self._runner.model.take_chosen_experts())
 
-    def replay(self, sizes: Sizes, greedy: bool) -> Tensor:
-        """Start the step whose inputs are in the block. Gives ids_N, which the next replay overwrites."""
-        graph, ids_N = self._graphs[sizes, greedy]
-        graph.replay()
-        return ids_N
+    def replay(self, sizes: Sizes, greedy: bool) -> CapturedStep:
+        """Start the step whose inputs are in the block."""
+        step = self._graphs[sizes, greedy]
+        step.graph.replay()
+        return step
 
 
 def _order(sizes: Sizes) -> tuple[bool, int, int]:

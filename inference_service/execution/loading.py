@@ -11,7 +11,7 @@ import torch
 from inference_service.config import Config, ConfigError
 from inference_service.engine.step import ExecutorInfo
 from inference_service.execution.device import TargetDevice, find_device, find_dtype, find_setting
-from inference_service.execution.tuning import describe, load_tuning, tuning_file
+from inference_service.execution.tuning import describe, find_misfit, load_tuning, tuning_file
 from inference_service.kernels.selection import Choice, make_operators, select
 from inference_service.kernels.support import dtype_name
 from inference_service.models.checkpoint import load_checkpoint
@@ -56,6 +56,8 @@ def load_model(config: Config, model_dir: Path, progress: Report) -> LoadedModel
     shape = limit_context(read_config(model_dir), config)
     dtype = find_dtype(config, target.device, shape.dtype)
     choices = choose(config, target, shape, dtype, progress)
+    if target.device.type == "cuda" and (misfit := find_misfit(describe(target, find_setting(config, target, shape, dtype), shape))):
+        progress(f"warning: {misfit}")
     for choice in choices:
         progress(f"kernel {choice.row.operator}: {choice.row.backend} ({choice.reason})")
     progress(f"{shape.architecture} in {dtype_name(dtype)} on {target.name} ({target.architecture}), {torch.get_num_threads()} threads")

@@ -36,16 +36,35 @@ class StepLayout:
     contexts_R: Tensor
 
 
+@dataclass(frozen=True)
+class AttentionSpec:
+    """How a layer attends: what is done to the scores before their softmax, in this order."""
+
+    scale: float | None = None
+    """None: 1 / sqrt(D)."""
+    soft_cap: float | None = None
+    """Scores are squeezed to within it, as cap * tanh(score / cap)."""
+    window: int | None = None
+    """How many tokens of the context a token sees, itself included; None: all."""
+
+    def scale_for(self, head_dim: int) -> float:
+        return float(head_dim**-0.5) if self.scale is None else self.scale
+
+
+PLAIN = AttentionSpec()
+
+
 class Attention(Protocol):
     """Causal attention of a step's decode rows, or of its prefill rows: `q_THD` and `o_THD` are those rows' tokens alone, contiguous."""
 
-    def plan(self, layout: StepLayout, kv_P2HSD: Tensor, heads: int) -> Any:
-        """What the layers of one step share. `kv_P2HSD` is any layer's cache, for its shape; `heads` are the query's."""
+    def plan(self, layout: StepLayout, kv_P2HSD: Tensor, heads: int, spec: AttentionSpec = PLAIN) -> Any:
+        """What the layers of one step share that attend by one `spec`. `kv_P2HSD` is any layer's cache, for its shape; `heads` are the
+        query's."""
         ...
 
-    def __call__(self, q_THD: Tensor, kv_P2HSD: Tensor, plan: Any, o_THD: Tensor) -> None:
-        """Write the output into `o_THD`. Each token sees its row's context up to itself, which is in the cache already. Scores are
-        scaled by 1 / sqrt(D)."""
+    def __call__(self, q_THD: Tensor, kv_P2HSD: Tensor, plan: Any, o_THD: Tensor, sinks_H: Tensor | None = None) -> None:
+        """Write the output into `o_THD`. Each token sees its row's context up to itself, which is in the cache already, as far as the
+        window goes. `sinks_H`: one more score of each head, which takes its share of the softmax and has no value."""
         ...
 
 
@@ -64,19 +83,19 @@ class SplitAttention:
     def __init__(self, decode: Attention, prefill: Attention) -> None:
         self.decode, self.prefill = decode, prefill
 
-    def plan(self, layout: StepLayout, kv_P2HSD: Tensor, heads: int) -> SplitPlan:
+    def plan(self, layout: StepLayout, kv_P2HSD: Tensor, heads: int, spec: AttentionSpec = PLAIN) -> SplitPlan:
         return SplitPlan(
             layout.decodes,
-            self.decode.plan(layout, kv_P2HSD, heads) if layout.decodes else None,
-            self.prefill.plan(layout, kv_P2HSD, heads) if layout.decodes < len(layout.lengths) else None,
+            self.decode.plan(layout, kv_P2HSD, heads, spec) if layout.decodes else None,
+            self.prefill.plan(layout, kv_P2HSD, heads, spec) if layout.decodes < len(layout.lengths) else None,
         )
 
-    def __call__(self, q_THD: Tensor, kv_P2HSD: Tensor, plan: SplitPlan) -> Tensor:
+    def __call__(self, q_THD: Tensor, kv_P2HSD: Tensor, plan: SplitPlan, sinks_H: Tensor | None = None) -> Tensor:
         """The output o_THD, contiguous."""
         o_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
         decodes = plan.decodes
         if plan.decode is not None:
-            self.decode(q_THD[:decodes], kv_P2HSD, plan.decode, o_THD[:decodes])
+            self.decode(q_THD[:decodes], kv_P2HSD, plan.decode, o_THD[:decodes], sinks_H)
         if plan.prefill is not None:
-            self.prefill(q_THD[decodes:], kv_P2HSD, plan.prefill, o_THD[decodes:])
+            self.prefill(q_THD[decodes:], kv_P2HSD, plan.prefill, o_THD[decodes:], sinks_H)
         return o_THD

@@ -5,8 +5,6 @@ Shapes: T tokens, C hidden size, I intermediate size.
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from inference_service.kernels.gemm import TorchGemm
@@ -16,17 +14,15 @@ class FlashInferNorm:
     """One launch a norm, the addition included."""
 
     def __init__(self) -> None:
-        import flashinfer.norm
+        from inference_service.kernels import flashinfer_ops
 
-        self._norm: Any = flashinfer.norm.rmsnorm
-        self._add_norm: Any = flashinfer.norm.fused_add_rmsnorm
+        self._ops = flashinfer_ops
 
-    def rms_norm(self, x_TC: Tensor, weight_C: Tensor, eps: float) -> Tensor:
-        y_TC: Tensor = self._norm(x_TC, weight_C, eps)
-        return y_TC
+    def rms_norm(self, x_TC: Tensor, weight_C: Tensor, eps: float, zero_centered: bool = False) -> Tensor:
+        return self._ops.rms_norm(x_TC, weight_C, eps, zero_centered)
 
-    def add_rms_norm(self, x_TC: Tensor, residual_TC: Tensor, weight_C: Tensor, eps: float) -> Tensor:
-        self._add_norm(x_TC, residual_TC, weight_C, eps)
+    def add_rms_norm(self, x_TC: Tensor, residual_TC: Tensor, weight_C: Tensor, eps: float, zero_centered: bool = False) -> Tensor:
+        self._ops.add_rms_norm(x_TC, residual_TC, weight_C, eps, zero_centered)
         return x_TC
 
 
@@ -34,10 +30,12 @@ class CublasGemm(TorchGemm):
     """PyTorch's linear, which is cuBLAS on a GPU, with FlashInfer's activation."""
 
     def __init__(self) -> None:
-        import flashinfer.activation
+        from inference_service.kernels import flashinfer_ops
 
-        self._silu_and_mul: Any = flashinfer.activation.silu_and_mul
+        self._ops = flashinfer_ops
 
     def silu_and_mul(self, gate_up_T2I: Tensor) -> Tensor:
-        y_TI: Tensor = self._silu_and_mul(gate_up_T2I)
-        return y_TI
+        return self._ops.silu_and_mul(gate_up_T2I)
+
+    def gelu_tanh_and_mul(self, gate_up_T2I: Tensor) -> Tensor:
+        return self._ops.gelu_tanh_and_mul(gate_up_T2I)

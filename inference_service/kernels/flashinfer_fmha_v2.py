@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from inference_service.kernels.attention import StepLayout
+from inference_service.kernels.attention import PLAIN, AttentionSpec, StepLayout
 from inference_service.kernels.flashinfer_paged import upload
 
 WORKSPACE_BYTES = 16 << 20
@@ -30,18 +29,20 @@ class FmhaPlan:
     starts_kv: Tensor
     max_length: int
     max_context: int
+    scale: float
 
 
 class FmhaV2Prefill:
     """One launch a layer; chunks may be shorter than their contexts."""
 
     def __init__(self) -> None:
-        import flashinfer.prefill
+        from inference_service.kernels import flashinfer_ops
 
-        self._run: Any = flashinfer.prefill.trtllm_fmha_v2_prefill
+        self._ops = flashinfer_ops
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
 
-    def plan(self, layout: StepLayout, kv_P2HSD: Tensor, heads: int) -> FmhaPlan:
+    def plan(self, layout: StepLayout, kv_P2HSD: Tensor, heads: int, spec: AttentionSpec = PLAIN) -> FmhaPlan:
+        assert spec.window is None and spec.soft_cap is None
         lengths, contexts = layout.lengths[layout.decodes :], layout.contexts[layout.decodes :]
         starts_q, starts_kv = upload([0, *accumulate(lengths), 0, *accumulate(contexts)], kv_P2HSD.device).chunk(2)
         return FmhaPlan(
@@ -51,24 +52,22 @@ class FmhaV2Prefill:
             starts_kv,
             max(lengths),
             max(contexts),
+            spec.scale_for(kv_P2HSD.shape[4]),
         )
 
-    def __call__(self, q_THD: Tensor, kv_P2HSD: Tensor, plan: FmhaPlan, o_THD: Tensor) -> None:
+    def __call__(self, q_THD: Tensor, kv_P2HSD: Tensor, plan: FmhaPlan, o_THD: Tensor, sinks_H: Tensor | None = None) -> None:
         # The kernel knows no strides.
-        assert q_THD.is_contiguous() and kv_P2HSD.is_contiguous() and o_THD.is_contiguous()
-        self._run(
-            (q_THD, kv_P2HSD),
-            "Q_PAGED_KV_HND",
-            self._workspace,
+        assert sinks_H is None and q_THD.is_contiguous() and kv_P2HSD.is_contiguous() and o_THD.is_contiguous()
+        self._ops.fmha_v2(
+            q_THD,
+            kv_P2HSD,
+            plan.pages_RM,
             plan.contexts_R,
-            plan.max_length,
-            plan.max_context,
-            q_THD.shape[-1] ** -0.5,
-            1.0,
-            len(plan.contexts_R),
             plan.starts_q,
             plan.starts_kv,
-            block_tables=plan.pages_RM,
-            out=o_THD,
-            mask_mode="causal",
+            plan.max_length,
+            plan.max_context,
+            plan.scale,
+            o_THD,
+            self._workspace,
         )

@@ -5,16 +5,12 @@ Shapes: T tokens, C hidden size, E experts, K experts a token, I an expert's int
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-TUNE_MAX_TOKENS = 8192
-"""The largest batch that is tuned for; larger ones run as this one does. FlashInfer keeps the first value of a process for good."""
+from inference_service.kernels.moe import ClampedSwiglu
+
 GEMV_TOKENS = 8
 """Up to so many tokens the matrix-vector kernels are faster than CUTLASS (benchmarks/moe_small.py)."""
 
@@ -25,27 +21,20 @@ class CutlassMoe:
     halves = ("up", "gate")
 
     def __init__(self) -> None:
-        from flashinfer.fused_moe import cutlass_fused_moe
+        from inference_service.kernels import flashinfer_ops
+        from inference_service.kernels.expert_tactics import expert_tactics
 
-        self._fused_moe: Any = cutlass_fused_moe
+        expert_tactics()
+        self._ops = flashinfer_ops
 
     def pack(self, gate_up_E2IC: Tensor, down_ECI: Tensor) -> tuple[Tensor, Tensor]:
         return gate_up_E2IC, down_ECI
 
-    def __call__(self, x_TC: Tensor, gate_up: Tensor, down: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        y_TC = torch.empty_like(x_TC)
-        self._fused_moe(
-            x_TC,
-            ids_TK,
-            weights_TK,
-            gate_up,
-            down,
-            x_TC.dtype,
-            quant_scales=None,
-            output=y_TC,
-            tune_max_num_tokens=TUNE_MAX_TOKENS,
-        )
-        return y_TC
+    def __call__(
+        self, x_TC: Tensor, gate_up: Tensor, down: Tensor, ids_TK: Tensor, weights_TK: Tensor, clamped: ClampedSwiglu | None = None
+    ) -> Tensor:
+        assert clamped is None
+        return self._ops.cutlass_moe(x_TC, gate_up, down, ids_TK, weights_TK)
 
 
 class GemvMoe:
@@ -61,7 +50,10 @@ class GemvMoe:
     def pack(self, gate_up_E2IC: Tensor, down_ECI: Tensor) -> tuple[Tensor, Tensor]:
         return gate_up_E2IC, down_ECI
 
-    def __call__(self, x_TC: Tensor, gate_up: Tensor, down: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    def __call__(
+        self, x_TC: Tensor, gate_up: Tensor, down: Tensor, ids_TK: Tensor, weights_TK: Tensor, clamped: ClampedSwiglu | None = None
+    ) -> Tensor:
+        assert clamped is None
         y_TC: Tensor = self._gemv(x_TC, gate_up, down, ids_TK, weights_TK, up_first=True)
         return y_TC
 
@@ -77,19 +69,9 @@ class GemvOrCutlassMoe:
     def pack(self, gate_up_E2IC: Tensor, down_ECI: Tensor) -> tuple[Tensor, Tensor]:
         return gate_up_E2IC, down_ECI
 
-    def __call__(self, x_TC: Tensor, gate_up: Tensor, down: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    def __call__(
+        self, x_TC: Tensor, gate_up: Tensor, down: Tensor, ids_TK: Tensor, weights_TK: Tensor, clamped: ClampedSwiglu | None = None
+    ) -> Tensor:
+        assert clamped is None
         moe = self._few if len(x_TC) <= GEMV_TOKENS else self._many
         return moe(x_TC, gate_up, down, ids_TK, weights_TK)
-
-
-@contextmanager
-def autotune(file: Path, tune: bool = True) -> Iterator[None]:
-    """FlashInfer's tactics for what runs inside: from `file`, and measured where it lacks them (`tune`), then kept there.
-
-    One call of a kernel tunes it for all batch sizes. Outside of this context what is loaded stays in use. A file of another GPU or other
-    versions of FlashInfer, CUDA, cuBLAS or cuDNN is ignored with a warning, and left as it is: name it by these.
-    """
-    import flashinfer
-
-    with flashinfer.autotune(tune, cache=str(file)):
-        yield

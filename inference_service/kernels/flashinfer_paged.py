@@ -5,14 +5,14 @@ Shapes as in `attention`.
 
 from __future__ import annotations
 
+from collections import deque
 from functools import cache
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from inference_service.kernels.attention import StepLayout
+from inference_service.kernels.attention import PLAIN, AttentionSpec, StepLayout
 
 WORKSPACE_BYTES = 256 << 20
 """For partial outputs of contexts that are split: at most 2 tiles of 128 rows a multiprocessor and query head of a group, in float32."""
@@ -33,57 +33,54 @@ def pinned(values: list[int], device: torch.device) -> Tensor:
 class PagedAttention:
     """Attention of some rows, by FlashInfer's `backend`.
 
-    A plan lies in the wrapper's pinned memory until the device has copied it, hence one wrapper for each step in flight.
+    A plan lies in the wrapper's pinned memory until the device has copied it, hence one wrapper for each step in flight and each spec.
     """
 
     backend: str
 
     def __init__(self) -> None:
-        from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
+        from inference_service.kernels import flashinfer_ops
 
-        self._make_wrapper: Any = BatchPrefillWithPagedKVCacheWrapper
-        self._wrappers: list[tuple[Any, torch.cuda.Event]] = []
-        self._steps = 0
+        self._ops = flashinfer_ops
+        self._wrappers: dict[AttentionSpec, deque[tuple[int, torch.cuda.Event]]] = {}
 
     def _rows(self, layout: StepLayout) -> slice:
         raise NotImplementedError
 
-    def plan(self, layout: StepLayout, kv_P2HSD: Tensor, heads: int) -> Any:
-        device, (_, _, kv_heads, page_size, head_dim) = kv_P2HSD.device, kv_P2HSD.shape
+    def plan(self, layout: StepLayout, kv_P2HSD: Tensor, heads: int, spec: AttentionSpec = PLAIN) -> int:
+        """The number of the wrapper that holds the plan."""
+        device, page_size = kv_P2HSD.device, kv_P2HSD.shape[3]
         rows = self._rows(layout)
         lengths, contexts = layout.lengths[rows], layout.contexts[rows]
         pages = [-(-context // page_size) for context in contexts]
-        wrapper, copied = self._next(device)
-        wrapper.plan(
+        wrapper, copied = self._next(device, spec)
+        self._ops.plan_paged(
+            wrapper,
             pinned([0, *accumulate(lengths)], device),
             pinned([0, *accumulate(pages)], device),
             torch.cat([pages_M[:count] for pages_M, count in zip(layout.pages_RM[rows].unbind(), pages, strict=True)]).to(torch.int32),
             pinned([(context - 1) % page_size + 1 for context in contexts], device),
+            pinned(contexts, device),
+            max(lengths),
             heads,
-            kv_heads,
-            head_dim,
-            page_size,
-            causal=True,
-            q_data_type=kv_P2HSD.dtype,
-            kv_data_type=kv_P2HSD.dtype,
-            seq_lens=pinned(contexts, device),
-            max_token_per_sequence=max(lengths),
+            kv_P2HSD,
+            spec,
         )
         copied.record()
         return wrapper
 
-    def __call__(self, q_THD: Tensor, kv_P2HSD: Tensor, plan: Any, o_THD: Tensor) -> None:
-        plan.run(q_THD, kv_P2HSD, out=o_THD)
+    def __call__(self, q_THD: Tensor, kv_P2HSD: Tensor, plan: int, o_THD: Tensor, sinks_H: Tensor | None = None) -> None:
+        assert sinks_H is None
+        self._ops.paged_attention(q_THD, kv_P2HSD, plan, o_THD)
 
-    def _next(self, device: torch.device) -> tuple[Any, torch.cuda.Event]:
-        if not self._wrappers:
-            make, workspace = self._make_wrapper, _workspace(device)
-            wrappers = [make(workspace, "HND", backend=self.backend) for _ in range(IN_FLIGHT)]
-            self._wrappers = [(wrapper, torch.cuda.Event()) for wrapper in wrappers]  # type: ignore[no-untyped-call]
-        wrapper, copied = self._wrappers[self._steps % IN_FLIGHT]
-        self._steps += 1
-        copied.synchronize()
-        return wrapper, copied
+    def _next(self, device: torch.device, spec: AttentionSpec) -> tuple[int, torch.cuda.Event]:
+        if spec not in self._wrappers:
+            wrappers = [self._ops.make_wrapper(_workspace(device), self.backend) for _ in range(IN_FLIGHT)]
+            self._wrappers[spec] = deque((wrapper, torch.cuda.Event()) for wrapper in wrappers)  # type: ignore[no-untyped-call]
+        ring = self._wrappers[spec]
+        ring.rotate()
+        ring[0][1].synchronize()
+        return ring[0]
 
 
 class Fa2Decode(PagedAttention):

@@ -64,8 +64,8 @@ class TorchKvAppend:
         q_THD, qk_TND, kv_TND = qkv_TND[:, : -2 * kv_heads], qkv_TND[:, :-kv_heads], qkv_TND[:, -2 * kv_heads :]
         if norms:
             k_THD = kv_TND[:, :kv_heads]
-            q_THD.copy_(F.rms_norm(q_THD, norms.q_D.shape, norms.q_D, norms.eps))
-            k_THD.copy_(F.rms_norm(k_THD, norms.k_D.shape, norms.k_D, norms.eps))
+            q_THD.copy_(F.rms_norm(q_THD.to(norms.q_D.dtype), norms.q_D.shape, norms.q_D, norms.eps))
+            k_THD.copy_(F.rms_norm(k_THD.to(norms.k_D.dtype), norms.k_D.shape, norms.k_D, norms.eps))
         rotate(qk_TND, plan.rotations)
         kv_P2HSD.view(-1, head_dim).index_put_((plan.append_T2H,), kv_TND.view(tokens, 2, kv_heads, head_dim))
         return q_THD
@@ -77,11 +77,11 @@ class TritonKvAppend:
     def __init__(self) -> None:
         from inference_service.kernels import triton_kv_append
 
-        self._append: Any = triton_kv_append.append
+        self._kernels = triton_kv_append
 
     def plan(self, layout: StepLayout, kv_P2HSD: Tensor, table_PD: Tensor) -> tuple[Tensor, ...]:
         return table_PD, layout.positions_T, layout.row_T, layout.pages_RM
 
     def __call__(self, qkv_TND: Tensor, norms: HeadNorms | None, kv_P2HSD: Tensor, plan: tuple[Tensor, ...]) -> Tensor:
-        q_THD: Tensor = self._append(qkv_TND, norms and (norms.q_D, norms.k_D, norms.eps), kv_P2HSD, *plan)
-        return q_THD
+        weights = (norms.q_D, norms.k_D, norms.eps) if norms else (None, None, 0.0)
+        return self._kernels.append(qkv_TND, kv_P2HSD, *weights, *plan)

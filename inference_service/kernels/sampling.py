@@ -22,7 +22,7 @@ class Draws:
     filtered_F: Tensor
     """Which of the random rows have a filter (indices into X)."""
     top_k_limit: int
-    """The largest top_k of the filtered rows; 0 where none has one."""
+    """The largest top_k of the rows that have one; 0 where none has."""
     any_top_p: bool
     """Whether a filtered row has a top_p below 1."""
     temperature_X: Tensor
@@ -83,11 +83,12 @@ class TorchSampling:
         values = (temperature_R, top_k_R, top_p_R, min_p_R, seed_R, position_R)
         temperature_X, top_k_X, top_p_X, min_p_X, seed_X, position_X = (tensor[random_X] for tensor in values)
         top_k_X = torch.where(top_k_X > 0, top_k_X.to(torch.int64), 1 << 31)
-        filtered_F = ((top_k_X < logits_RV.shape[-1]) | (top_p_X < 1) | (min_p_X > 0)).nonzero().flatten()
+        limited_X = top_k_X < logits_RV.shape[-1]
+        filtered_F = (limited_X | (top_p_X < 1) | (min_p_X > 0)).nonzero().flatten()
         draws = Draws(
             random_X=random_X,
             filtered_F=filtered_F,
-            top_k_limit=int(top_k_X[filtered_F].max()) if len(filtered_F) else 0,
+            top_k_limit=int(top_k_X[limited_X].max()) if limited_X.any() else 0,
             any_top_p=bool((top_p_X < 1).any()),
             temperature_X=temperature_X,
             top_k_X=top_k_X,
@@ -133,7 +134,11 @@ class TritonSampling:
         seed_R: Tensor,
         position_R: Tensor,
     ) -> Tensor:
-        ids_R: Tensor = self._kernels.draw(logits_RV, temperature_R, top_k_R, top_p_R, min_p_R, seed_R, position_R)
+        return self._draw(logits_RV, temperature_R, top_k_R, top_p_R, min_p_R, seed_R, position_R)
+
+    def _draw(self, logits_RV: Tensor, *parameters: Any) -> Tensor:
+        """`parameters` as in `sample_padded`, then whether any row has a top_k, and a top_p."""
+        ids_R: Tensor = self._kernels.draw(logits_RV, *parameters)
         return ids_R
 
     def __call__(self, logits_RV: Tensor, draws: Draws) -> Tensor:
@@ -145,27 +150,37 @@ class TritonSampling:
 
         rows = (spread(draws.temperature_X), spread(draws.top_k_X), spread(draws.top_p_X), spread(draws.min_p_X))
         any_filter = bool(draws.top_k_limit), draws.any_top_p
-        ids_R: Tensor = self._kernels.draw(logits_RV, *rows, spread(draws.seed_X), spread(draws.position_X), *any_filter)
-        return ids_R
+        return self._draw(logits_RV, *rows, spread(draws.seed_X), spread(draws.position_X), *any_filter)
 
 
 def _filter(logits_FV: Tensor, draws: Draws) -> Tensor:
-    """-inf for what top-k, top-p and min-p remove, each judging what the one before it left. The best logit of each row must be 0.
+    """-inf for what top-k, top-p and min-p remove, each judging what the one before it left. The best logit of each row must be 0."""
+    top_k_F1, top_p_F1, min_p_F1 = (values[draws.filtered_F].unsqueeze(1) for values in (draws.top_k_X, draws.top_p_X, draws.min_p_X))
+    thresholds_F1 = min_p_F1.log()
+    limited_F = top_k_F1.squeeze(1) <= draws.top_k_limit
+    # Rows without top-k go by themselves: among the others, their k best would be the whole vocabulary, sorted.
+    for rows_G, limit in ((limited_F.nonzero().flatten(), draws.top_k_limit), (limited_F.logical_not().nonzero().flatten(), 0)):
+        if len(rows_G) and (limit or draws.any_top_p):
+            kept_G1 = _threshold(logits_FV[rows_G], top_k_F1[rows_G], limit, top_p_F1[rows_G], draws.any_top_p)
+            thresholds_F1[rows_G] = thresholds_F1[rows_G].maximum(kept_G1)
+    return logits_FV.masked_fill(logits_FV < thresholds_F1, float("-inf"))
+
+
+def _threshold(logits_GV: Tensor, top_k_G1: Tensor, limit: int, top_p_G1: Tensor, any_top_p: bool) -> Tensor:
+    """The least logit_G1 that top-k (where `limit`, the largest, is not 0) and top-p keep.
 
     Each filter is a threshold on the logit, so that equal logits share their fate, and no row has to be sorted.
     """
-    top_k, top_p, min_p = (values[draws.filtered_F].unsqueeze(1) for values in (draws.top_k_X, draws.top_p_X, draws.min_p_X))
-    thresholds = [min_p.log()]
-    left_FC = logits_FV
-    if draws.top_k_limit:
-        count = min(draws.top_k_limit, logits_FV.shape[-1])
-        top_k = top_k.clamp(max=count)
-        left_FC = logits_FV.topk(count, dim=-1).values
-        thresholds.append(left_FC.gather(1, top_k - 1))
-        left_FC = left_FC.masked_fill(torch.arange(count, device=left_FC.device) >= top_k, float("-inf"))
-    if draws.any_top_p:
-        thresholds.append(_nucleus(left_FC, top_p).masked_fill(top_p >= 1, float("-inf")))
-    return logits_FV.masked_fill(logits_FV < torch.cat(thresholds, dim=1).amax(dim=1, keepdim=True), float("-inf"))
+    left_GC, threshold_G1 = logits_GV, torch.full_like(top_p_G1, float("-inf"))
+    if limit:
+        count = min(limit, logits_GV.shape[-1])
+        top_k_G1 = top_k_G1.clamp(max=count)
+        left_GC = logits_GV.topk(count, dim=-1).values
+        threshold_G1 = left_GC.gather(1, top_k_G1 - 1)
+        left_GC = left_GC.masked_fill(torch.arange(count, device=left_GC.device) >= top_k_G1, float("-inf"))
+    if any_top_p:
+        threshold_G1 = threshold_G1.maximum(_nucleus(left_GC, top_p_G1).masked_fill(top_p_G1 >= 1, float("-inf")))
+    return threshold_G1
 
 
 def _nucleus(logits_FC: Tensor, top_p_F1: Tensor) -> Tensor:

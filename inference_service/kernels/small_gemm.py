@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -41,16 +40,17 @@ class GemvOrCublasGemm(CublasGemm):
 class TinyGemm(CublasGemm):
     """FlashInfer's tinygemm, made for latency, where its alignment fits; else cuBLAS."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        from flashinfer.gemm import tinygemm_bf16
-
-        self._tiny: Any = tinygemm_bf16
-
     def __call__(self, x_TK: Tensor, packed: Tensor, bias_N: Tensor | None) -> Tensor:
         outputs, inputs = packed.shape
         if not 0 < len(x_TK) <= TINY_TOKENS or inputs % 64 or outputs % 16:
             return F.linear(x_TK, packed, bias_N)
-        y_TN = torch.empty(len(x_TK), outputs, dtype=x_TK.dtype, device=x_TK.device)
-        self._tiny(x_TK.contiguous(), packed, y_TN, bias_N)
+        y_TN: Tensor = self._ops.tinygemm(x_TK.contiguous(), packed, bias_N)
+        return y_TN
+
+
+class CuteDslGemm(CublasGemm):
+    """FlashInfer's kernels for few tokens on Blackwell, written in the CuTe DSL, where `gemm.fits_cute_dsl`; else cuBLAS."""
+
+    def __call__(self, x_TK: Tensor, packed: Tensor, bias_N: Tensor | None) -> Tensor:
+        y_TN: Tensor = self._ops.cute_dsl_gemm(x_TK, packed, bias_N)
         return y_TN

@@ -18,6 +18,7 @@ from inference_service.kernels import (
     flashinfer_fmha_v2,
     flashinfer_moe,
     flashinfer_paged,
+    flashinfer_sampling,
     flashinfer_xqa,
     gemm,
     kv_append,
@@ -50,6 +51,12 @@ class Setting:
     page_size: int
     versions: Mapping[str, str] = field(default_factory=dict)
     """Of flashinfer, triton and cuda, as far as they are there."""
+    features: frozenset[str] = frozenset()
+    """What some layer of the model needs beyond the plain decoder: WINDOW and the like."""
+
+
+WINDOW, SOFT_CAP, SINKS = "sliding windows", "attention soft caps", "attention sinks"
+CLAMPED_EXPERTS = "experts with biases and clamped SwiGLU"
 
 
 def _unlimited(setting: Setting) -> str:
@@ -72,6 +79,8 @@ class Row:
     """Why other dtypes are a no."""
     limit: Callable[[Setting], str] = _unlimited
     """Why the model's shape, or a pair of architecture and dtype, is a no; empty where it is not."""
+    lacks: frozenset[str] = frozenset()
+    """The features of models that it cannot do."""
     requires: Mapping[str, str] = field(default_factory=dict)
     """The lowest version of each package beyond torch that it was tried with."""
     graph: bool = True
@@ -89,6 +98,8 @@ class Row:
             return f"{name} does not run on {where}: {self.elsewhere or 'untried'}"
         if setting.dtype not in self.dtypes:
             return f"{name} does not run in {dtype_name(setting.dtype)}: {self.otherwise or 'untried'}"
+        if lacking := sorted(self.lacks & setting.features):
+            return f"{name} has no {', no '.join(lacking)}"
         if limit := self.limit(setting):
             return f"{name} {limit}"
         for package, lowest in self.needs(where).items():
@@ -165,6 +176,7 @@ TABLE: tuple[Row, ...] = (
         elsewhere="FlashInfer runs XQA on sm_90, sm_100, sm_103, sm_120 and sm_121",
         otherwise=NO_HALF,
         limit=_xqa,
+        lacks=frozenset({WINDOW, SOFT_CAP, SINKS}),
         requires=FLASHINFER,
     ),
     Row(
@@ -176,6 +188,7 @@ TABLE: tuple[Row, ...] = (
         elsewhere=NO_GPU,
         otherwise=NO_HALF,
         limit=_fa2,
+        lacks=frozenset({SINKS}),
         requires=FLASHINFER,
         graph=False,
     ),
@@ -190,6 +203,7 @@ TABLE: tuple[Row, ...] = (
         elsewhere="FA3 is written for Hopper's instructions, which sm_90 alone has",
         otherwise=NO_HALF,
         limit=_heads_of_64,
+        lacks=frozenset({WINDOW, SOFT_CAP, SINKS}),
         requires=FLASHINFER,
         graph=False,
     ),
@@ -202,6 +216,7 @@ TABLE: tuple[Row, ...] = (
         elsewhere=NO_GPU,
         otherwise=NO_HALF,
         limit=_fa2,
+        lacks=frozenset({SINKS}),
         requires=FLASHINFER,
         graph=False,
     ),
@@ -214,8 +229,20 @@ TABLE: tuple[Row, ...] = (
         elsewhere="FlashInfer compiles TensorRT-LLM's FMHA v2 for sm_90, sm_120 and sm_121",
         otherwise=NO_HALF,
         limit=_fmha_v2,
+        lacks=frozenset({WINDOW, SOFT_CAP, SINKS}),
         requires=FLASHINFER,
         graph=False,
+    ),
+    Row(
+        "attention_prefill",
+        "triton",
+        attention_mixed.TritonPrefill,
+        architectures=GPUS - {"sm_75"},
+        dtypes=HALVES,
+        elsewhere=NO_TRITON,
+        otherwise=NO_HALF,
+        limit=_paged,
+        requires=TRITON,
     ),
     Row("attention_prefill", "torch", attention_torch.TorchPrefill, graph=False),
     Row("attention_prefill", "trtllm-gen", _absent, architectures=frozenset(), elsewhere=GEN),
@@ -258,6 +285,7 @@ TABLE: tuple[Row, ...] = (
         dtypes=HALVES,
         elsewhere=NO_CUTLASS_MOE,
         otherwise=NO_HALF,
+        lacks=frozenset({CLAMPED_EXPERTS}),
         requires=FLASHINFER | TRITON,
     ),
     Row(
@@ -268,6 +296,7 @@ TABLE: tuple[Row, ...] = (
         dtypes=HALVES,
         elsewhere=NO_CUTLASS_MOE,
         otherwise=NO_HALF,
+        lacks=frozenset({CLAMPED_EXPERTS}),
         requires=FLASHINFER,
     ),
     Row("moe", "torch", moe.TorchMoe),
@@ -277,6 +306,7 @@ TABLE: tuple[Row, ...] = (
         flashinfer_moe.GemvMoe,
         architectures=GPUS - {"sm_75"},
         elsewhere=NO_TRITON,
+        lacks=frozenset({CLAMPED_EXPERTS}),
         requires=TRITON,
     ),
     Row(
@@ -318,6 +348,16 @@ TABLE: tuple[Row, ...] = (
         otherwise="its kernel is for bfloat16",
         requires=FLASHINFER,
     ),
+    Row(
+        "gemm",
+        "cute-dsl",
+        small_gemm.CuteDslGemm,
+        architectures=frozenset({"sm_100", "sm_103"}),
+        dtypes=frozenset({torch.bfloat16}),
+        elsewhere="FlashInfer has these kernels for sm_100 and sm_103",
+        otherwise="its kernels are for bfloat16",
+        requires={"flashinfer": "0.7.4"},
+    ),
     Row("gemm", "torch", gemm.TorchGemm),
     Row(
         "norm",
@@ -337,6 +377,14 @@ TABLE: tuple[Row, ...] = (
         architectures=GPUS - {"sm_75"},
         elsewhere=NO_TRITON,
         requires=TRITON,
+    ),
+    Row(
+        "sampling",
+        "flashinfer",
+        flashinfer_sampling.FlashInferSampling,
+        architectures=GPUS - {"sm_75"},
+        elsewhere=NO_TRITON,
+        requires=FLASHINFER | TRITON,
     ),
     Row("sampling", "torch", sampling.TorchSampling, graph=False),
 )

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from inference_service.kernels.custom_op import custom_op
 from inference_service.kernels.triton_launch import block, dependent_launch, divisor
 
 
@@ -49,6 +50,7 @@ def _gemv(
     tl.store(y_TN + token * N + rows, y)
 
 
+@custom_op(lambda x_TK, weight_NK, bias_N, *tiles: x_TK.new_empty(len(x_TK), len(weight_NK)))
 def gemv(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, rows: int = 4, columns: int = 512, warps: int = 4) -> Tensor:
     """x W^T + b as y_TN, of x's dtype, summed in float32 in one order. x and the weight are contiguous."""
     (tokens, inputs), outputs = x_TK.shape, weight_NK.shape[0]

@@ -5,12 +5,12 @@ Shapes as in `kv_append`.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from inference_service.kernels.custom_op import custom_op
 from inference_service.kernels.triton_launch import dependent_launch
 
 HEADS_A_PROGRAM = 8
@@ -77,37 +77,43 @@ def _append(
         tl.store(slot + HALF, high, mask=exists & (head >= HEADS))
 
 
+def _query(qkv_TND: Tensor, kv_P2HSD: Tensor, *rest: object) -> Tensor:
+    tokens, heads, head_dim = qkv_TND.shape
+    return qkv_TND.new_empty(tokens, heads - 2 * kv_P2HSD.shape[2], head_dim)
+
+
+@custom_op(_query, mutates=("kv_P2HSD",))
 def append(
     qkv_TND: Tensor,
-    norms: tuple[Tensor, Tensor, float] | None,
     kv_P2HSD: Tensor,
+    q_norm_D: Tensor | None,
+    k_norm_D: Tensor | None,
+    eps: float,
     table_PD: Tensor,
     positions_T: Tensor,
     row_T: Tensor,
     pages_RM: Tensor,
 ) -> Tensor:
-    """Append to the cache, and give q_THD, contiguous. `norms`: weights of query and key heads, and epsilon. D is a power of two; QKV, the
-    cache and the rows of `pages_RM` are contiguous."""
+    """Append to the cache, and give q_THD, contiguous. Without norms, heads are not normed. D is a power of two; QKV, the cache and the
+    rows of `pages_RM` are contiguous."""
     assert qkv_TND.is_contiguous() and kv_P2HSD.is_contiguous() and pages_RM.stride(1) == 1
     tokens, all_heads, head_dim = qkv_TND.shape
     _, _, kv_heads, page_size, _ = kv_P2HSD.shape
-    heads = all_heads - 2 * kv_heads
-    q_THD = torch.empty((tokens, heads, head_dim), dtype=qkv_TND.dtype, device=qkv_TND.device)
-    q_norm_D, k_norm_D, eps = norms or (qkv_TND, qkv_TND, 0.0)
+    q_THD = _query(qkv_TND, kv_P2HSD)
     _append[(tokens, triton.cdiv(all_heads, HEADS_A_PROGRAM))](
         qkv_TND,
         q_THD,
         kv_P2HSD,
-        q_norm_D,
-        k_norm_D,
+        qkv_TND if q_norm_D is None else q_norm_D,
+        qkv_TND if k_norm_D is None else k_norm_D,
         eps,
         table_PD,
         positions_T,
         row_T,
         pages_RM,
         pages_RM.stride(0),
-        NORMED=norms is not None,
-        HEADS=heads,
+        NORMED=q_norm_D is not None,
+        HEADS=q_THD.shape[1],
         KV_HEADS=kv_heads,
         PAGE_SIZE=page_size,
         HALF=head_dim // 2,

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from inference_service.kernels.custom_op import custom_op
 from inference_service.kernels.triton_launch import block, dependent_launch, divisor
 
 
@@ -111,18 +112,24 @@ def _down(
     tl.store(y_TC + token * C + rows, tl.sum(sums, 1))
 
 
-def moe_gemv(
-    x_TC: Tensor, gate_up_E2IC: Tensor, down_ECI: Tensor, ids_TK: Tensor, weights_TK: Tensor, up_first: bool, tiles: Tiles = DEFAULT
-) -> Tensor:
+@custom_op(lambda x_TC, *rest: torch.empty_like(x_TC))
+def moe_gemv(x_TC: Tensor, gate_up_E2IC: Tensor, down_ECI: Tensor, ids_TK: Tensor, weights_TK: Tensor, up_first: bool) -> Tensor:
     """The experts' weighted sum y_TC, of x's dtype; products and sums are float32. `up_first`: up stands before gate in gate_up_E2IC.
 
     All tensors are contiguous; sums have one order, so that equal inputs give equal bits.
     """
+    return launch(x_TC, gate_up_E2IC, down_ECI, ids_TK, weights_TK, up_first)
+
+
+def launch(
+    x_TC: Tensor, gate_up_E2IC: Tensor, down_ECI: Tensor, ids_TK: Tensor, weights_TK: Tensor, up_first: bool, tiles: Tiles = DEFAULT
+) -> Tensor:
+    """The same with other tiles."""
     tokens, hidden = x_TC.shape
     size, top_k = down_ECI.shape[2], ids_TK.shape[1]
     h_TKI = torch.empty(tokens, top_k, size, dtype=torch.float32, device=x_TC.device)
     y_TC = torch.empty_like(x_TC)
-    launch = dependent_launch(x_TC.device)
+    dependent = dependent_launch(x_TC.device)
     rows = divisor(size, tiles.gate_up_rows)
     _gate_up[(tokens * top_k, size // rows)](
         x_TC,
@@ -136,7 +143,7 @@ def moe_gemv(
         ROWS=rows,
         BLOCK=block(hidden, tiles.gate_up_columns),
         num_warps=tiles.gate_up_warps,
-        **launch,
+        **dependent,
     )
     rows = divisor(hidden, tiles.down_rows)
     _down[(tokens, hidden // rows)](
@@ -151,6 +158,6 @@ def moe_gemv(
         ROWS=rows,
         BLOCK=block(size, tiles.down_columns),
         num_warps=tiles.down_warps,
-        **launch,
+        **dependent,
     )
     return y_TC

@@ -12,7 +12,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from inference_service.kernels.custom_op import custom_op, nothing
 from inference_service.kernels.triton_launch import dependent_launch
+
+LOG2_E = 1.4426950408889634
 
 
 @triton.jit
@@ -37,6 +40,7 @@ def _attend(
     positions_T,
     row_T,
     pages_RM,
+    sinks_H,
     pages_stride,
     scale,
     GROUP: tl.constexpr,
@@ -45,9 +49,15 @@ def _attend(
     HEAD_DIM: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    SINKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One token, KV head and part of the context, BLOCK positions at a time. `scale` is that of scores as powers of two."""
+    """One token, KV head and part of the context, BLOCK positions at a time. Scores, `scale` and SOFT_CAP among them, are powers of two.
+
+    WINDOW and SOFT_CAP are 0 where there is none.
+    """
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -64,16 +74,24 @@ def _attend(
     q = tl.load(q_THD + head[:, None] * HEAD_DIM + dim, mask=exists[:, None], other=0.0)
 
     blocks = (position + BLOCK) // BLOCK
-    share = tl.cdiv(blocks, SPLITS)
-    first = tl.program_id(2) * share
+    start = tl.maximum(position - (WINDOW - 1), 0) // BLOCK if WINDOW else 0
+    share = tl.cdiv(blocks - start, SPLITS)
+    first = start + tl.program_id(2) * share
     top = tl.full([16], float("-inf"), tl.float32)
     total = tl.zeros([16], tl.float32)
+    if SINKS:
+        # A score without a value, in the first part alone.
+        sink = tl.load(sinks_H + kv_head * GROUP + member, mask=exists, other=0.0).to(tl.float32) * 1.4426950408889634
+        top = tl.where(tl.program_id(2) == 0, sink, top)
+        total = tl.where(tl.program_id(2) == 0, 1.0, total)
     o = tl.zeros([16, HEAD_DIM], tl.float32)
     # A block ahead, so that the loads of keys and values depend on none of their own iteration, and are pipelined.
     page = _pages(table_M, first, slot, position, PAGE_SIZE, BLOCK)
     for block in range(first, tl.minimum(first + share, blocks)):
         at = block * BLOCK + slot
         visible = at <= position
+        if WINDOW:
+            visible = visible & (at > position - WINDOW)
         keys = kv_P2HSD + (page * (2 * KV_HEADS) + kv_head) * (PAGE_SIZE * HEAD_DIM)
         page = _pages(table_M, block + 1, slot, position, PAGE_SIZE, BLOCK)
         if PAGE_SIZE % BLOCK == 0:
@@ -84,7 +102,10 @@ def _attend(
         # What lies beyond the context may be anything, even NaN.
         k = tl.load(keys + offset, mask=visible[:, None], other=0.0)
         v = tl.load(keys + KV_HEADS * PAGE_SIZE * HEAD_DIM + offset, mask=visible[:, None], other=0.0)
-        scores = tl.where(visible[None, :], tl.dot(q, tl.trans(k)) * scale, float("-inf"))
+        scores = tl.dot(q, tl.trans(k)) * scale
+        if SOFT_CAP > 0:
+            scores = SOFT_CAP - 2 * SOFT_CAP / (tl.exp2(scores * (2 * 1.4426950408889634 / SOFT_CAP)) + 1)
+        scores = tl.where(visible[None, :], scores, float("-inf"))
         highest = tl.maximum(top, tl.max(scores, 1))
         shrink = tl.exp2(top - highest)
         p = tl.exp2(scores - highest[:, None])
@@ -120,18 +141,23 @@ def _combine(o_THXD, weight_THX, o_THD, HEAD_DIM: tl.constexpr, SPLITS: tl.const
     tl.store(o_THD + head * HEAD_DIM + dim, tl.sum(o * weight[:, None], 0) / tl.where(total > 0, total, 1.0))
 
 
+@custom_op(nothing, mutates=("o_THD",))
 def attend(
     q_THD: Tensor,
     kv_P2HSD: Tensor,
     positions_T: Tensor,
     row_T: Tensor,
     pages_RM: Tensor,
-    splits: int = 1,
-    o_THD: Tensor | None = None,
+    splits: int,
+    o_THD: Tensor,
+    scale: float,
+    soft_cap: float | None = None,
+    window: int | None = None,
+    sinks_H: Tensor | None = None,
     stages: int = 3,
     warps: int = 4,
-) -> Tensor:
-    """o_THD, contiguous; made where it is not given. Positions are as in `StepAttention`.
+) -> None:
+    """Write the output into `o_THD`, which is contiguous. Positions are as in `StepAttention`, the rest as in `AttentionSpec`.
 
     `splits` is a power of two; at most 16 query heads share a KV head; D is a power of two; query, cache and the rows of `pages_RM` are
     contiguous.
@@ -140,7 +166,6 @@ def attend(
     (tokens, heads, head_dim), device = q_THD.shape, q_THD.device
     _, _, kv_heads, page_size, _ = kv_P2HSD.shape
     assert positions_T.shape == row_T.shape == (tokens,) and heads % kv_heads == 0 and heads <= 16 * kv_heads
-    o_THD = torch.empty_like(q_THD) if o_THD is None else o_THD
     parts = (tokens, heads, splits) if splits > 1 else (0, 0, 0)
     o_THXD = torch.empty(*parts, head_dim, dtype=torch.float32, device=device)
     weight_THX = torch.empty(parts, dtype=torch.float32, device=device)
@@ -153,18 +178,21 @@ def attend(
         positions_T,
         row_T,
         pages_RM,
+        q_THD if sinks_H is None else sinks_H,
         pages_RM.stride(0),
-        head_dim**-0.5 * 1.4426950408889634,
+        scale * LOG2_E,
         GROUP=heads // kv_heads,
         KV_HEADS=kv_heads,
         PAGE_SIZE=page_size,
         HEAD_DIM=head_dim,
         SPLITS=splits,
         BLOCK=64,
+        WINDOW=window or 0,
+        SOFT_CAP=(soft_cap or 0.0) * LOG2_E,
+        SINKS=sinks_H is not None,
         num_warps=warps,
         num_stages=stages,
         **dependent_launch(device),
     )
     if splits > 1:
         _combine[(tokens * heads,)](o_THXD, weight_THX, o_THD, HEAD_DIM=head_dim, SPLITS=splits, num_warps=4, **dependent_launch(device))
-    return o_THD

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from inference_service.kernels.custom_op import custom_op
 from inference_service.kernels.triton_launch import dependent_launch
 
 
@@ -51,11 +52,16 @@ def _route(
     tl.store(weights_TK + token * K + slots, weights / total, mask=slots < K)
 
 
+def _empty(logits_TE: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
+    size = len(logits_TE), top_k
+    return logits_TE.new_empty(size, dtype=torch.int32), logits_TE.new_empty(size, dtype=torch.float32)
+
+
+@custom_op(_empty)
 def route(logits_TE: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
     """int32 ids_TK, the best first, and float32 weights_TK. Of equal experts the lower id is taken."""
     tokens, experts = logits_TE.shape
-    ids_TK = torch.empty(tokens, top_k, dtype=torch.int32, device=logits_TE.device)
-    weights_TK = torch.empty(tokens, top_k, dtype=torch.float32, device=logits_TE.device)
+    ids_TK, weights_TK = _empty(logits_TE, top_k, renormalize)
     if tokens:
         _route[(tokens,)](
             logits_TE,

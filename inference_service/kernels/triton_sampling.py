@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from inference_service.kernels.custom_op import custom_op
 from inference_service.kernels.triton_launch import dependent_launch
 
 CHUNK = 4096
@@ -319,12 +320,18 @@ class _Rows:
         )
 
 
+def _ids(logits_RV: Tensor, *parameters: Tensor, **which: bool) -> Tensor:
+    return logits_RV.new_empty(len(logits_RV), dtype=torch.int64)
+
+
+@custom_op(_ids)
 def greedy(logits_RV: Tensor) -> Tensor:
     """The ids_R of the best logits; of equal ones, the lowest id. The last dimension is contiguous."""
     rows = _Rows(logits_RV)
     return rows.combine(rows.values_RS, rows.ids_RS)
 
 
+@custom_op(_ids)
 def draw(
     logits_RV: Tensor,
     temperature_R: Tensor,

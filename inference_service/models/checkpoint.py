@@ -11,10 +11,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from inference_service.models.config_json import ModelError
+from inference_service.models.mxfp4 import dequantize_into, plain_shape
 
 INDEX = "model.safetensors.index.json"
 IGNORED = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 """Endings of tensors that old checkpoints hold and that are computed."""
+
+BLOCKS, SCALES = "_blocks", "_scales"
+"""Endings of the two tensors that stand for one in MXFP4."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +27,8 @@ class Entry:
 
     file: Path
     shape: tuple[int, ...]
+    scales: Path | None = None
+    """The file of its scales, if it is in MXFP4."""
 
 
 def load_checkpoint(model_dir: Path, weights: dict[str, Tensor], tied_embeddings: bool = False) -> None:
@@ -30,19 +36,37 @@ def load_checkpoint(model_dir: Path, weights: dict[str, Tensor], tied_embeddings
 
     Raises ModelError, which names file and tensor, for a missing, unexpected, misshapen or cut-off tensor, before anything is copied.
     """
-    entries = _read_entries(model_dir)
+    entries = _join_mxfp4(_read_entries(model_dir))
     unwanted = {name for name in entries if name.endswith(IGNORED) or (tied_embeddings and name == "lm_head.weight")}
     _check({name: entry for name, entry in entries.items() if name not in unwanted}, weights, model_dir)
     for file in sorted({entry.file for entry in entries.values()}):
-        _copy(file, {name: weights[name] for name, entry in entries.items() if entry.file == file and name not in unwanted})
+        _copy(file, {name: entry for name, entry in entries.items() if entry.file == file and name not in unwanted}, weights)
 
 
-def _copy(file: Path, weights: dict[str, Tensor]) -> None:
+def _join_mxfp4(entries: dict[str, Entry]) -> dict[str, Entry]:
+    """Each pair of blocks and scales as the one tensor that it stands for."""
+    joined = dict(entries)
+    for name in [name for name in entries if name.endswith(BLOCKS)]:
+        plain = name.removesuffix(BLOCKS)
+        if plain + SCALES not in entries:
+            raise ModelError(f"{entries[name].file}: holds {name}, but no file holds {plain + SCALES}")
+        blocks, scales = joined.pop(name), joined.pop(plain + SCALES)
+        if len(blocks.shape) != 4 or scales.shape != blocks.shape[:-1]:
+            raise ModelError(f"{scales.file}: {plain + SCALES} has shape {scales.shape}, which does not fit {name}'s {blocks.shape}")
+        joined[plain] = Entry(blocks.file, plain_shape(blocks.shape), scales.file)
+    return joined
+
+
+def _copy(file: Path, entries: dict[str, Entry], weights: dict[str, Tensor]) -> None:
     name = ""
     try:
         with safe_open(file, framework="pt") as tensors:
-            for name, destination in weights.items():
-                destination.copy_(tensors.get_tensor(name))
+            for name, entry in entries.items():
+                if entry.scales is None:
+                    weights[name].copy_(tensors.get_tensor(name))
+                else:
+                    with safe_open(entry.scales, framework="pt") as others:
+                        dequantize_into(weights[name], tensors.get_tensor(name + BLOCKS), others.get_tensor(name + SCALES))
     except (SafetensorError, OSError) as error:
         raise ModelError(f"{file}: {name or 'cannot be opened'}: {error}") from None
 

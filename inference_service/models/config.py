@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from inference_service.kernels.attention import PLAIN, AttentionSpec
 from inference_service.models.config_json import ModelError
+from inference_service.models.rotary import RopeConfig, read_rope
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
-class RopeConfig:
-    """Rotary embedding. `kind` is default, linear (all angles slower by `factor`) or llama3 (only the slow ones)."""
+class LayerNorms:
+    """What the checkpoint calls a layer's norms; None: the family has no such norm."""
 
-    theta: float
-    kind: str = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 0
+    before_attention: str | None = "input_layernorm"
+    after_attention: str | None = None
+    before_mlp: str | None = "post_attention_layernorm"
+    after_mlp: str | None = None
+
+
+PRE_NORMS = LayerNorms()
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,15 @@ class MoeConfig:
     renormalize: bool
     """Whether the weights of the chosen experts are scaled to sum to 1."""
     layers: frozenset[int]
-    """Which layers are sparse."""
+    """Which layers are sparse; the others are dense."""
+    shared_size: int = 0
+    """Intermediate size of the expert that every token goes to, weighted by a gate of its own; 0: there is none."""
+    clamped: tuple[float, float] | None = None
+    """Alpha and limit of clamped SwiGLU, with biases. None: plain SwiGLU, without."""
+
+    def __post_init__(self) -> None:
+        if self.top_k > self.experts:
+            raise ModelError(f"num_experts_per_tok {self.top_k} is more than the number of experts, {self.experts}")
 
 
 @dataclass(frozen=True)
@@ -57,14 +69,48 @@ class ModelConfig:
     rope: RopeConfig
     tied_embeddings: bool
     attention_bias: bool
+    """Of queries, keys and values."""
+    output_bias: bool
+    """Of attention's output."""
     mlp_bias: bool
+    activation: str = "silu"
+    """Of the MLPs, as config.json names it."""
+    norms: LayerNorms = PRE_NORMS
+    zero_centered_norms: bool = False
+    """Whether norms scale by 1 + weight."""
+    embedding_scale: float = 1.0
+    logits_soft_cap: float | None = None
     qk_norm: bool = False
+    """Whether each query and key head is normed."""
+    projection_norm: bool = False
+    """Whether queries are normed over all heads together, and keys likewise."""
+    fused_checkpoint: bool = False
+    """Whether the checkpoint holds queries, keys and values as one matrix, and gate and up as one."""
+    sinks: bool = False
+    attention: AttentionSpec = PLAIN
+    """Of the layers that see the whole context."""
+    window: int | None = None
+    """Of the other layers, in tokens."""
+    sliding_layers: frozenset[int] = frozenset()
+    sliding_rope: RopeConfig | None = None
+    """Where it is not that of the others."""
     moe: MoeConfig | None = None
 
+    def attention_of(self, layer: int) -> tuple[AttentionSpec, RopeConfig]:
+        """How a layer attends. A window that no context can leave is none."""
+        if layer not in self.sliding_layers:
+            return self.attention, self.rope
+        window = self.window if self.window and self.window < self.max_context else None
+        return replace(self.attention, window=window), self.sliding_rope or self.rope
 
-def common_fields(raw: dict[str, Any]) -> dict[str, Any]:
-    """The fields of ModelConfig that all families share. Raises ModelError, which names the field."""
-    _refuse(raw)
+
+def common_fields(raw: dict[str, Any], activation: str = "silu", partial_rotary: bool = False) -> dict[str, Any]:
+    """The fields of ModelConfig that all families share; `activation` is the one that the family has, and `partial_rotary` says whether it
+    may rotate a part of each head alone. Raises ModelError, which names the field."""
+    _refuse(raw, activation)
+    rope = read_rope(raw)
+    if rope.partial != 1 and not partial_rotary:
+        raise ModelError(f"partial_rotary_factor {rope.partial} is not supported in this architecture; supported is 1")
     heads = integer(raw, "num_attention_heads")
     hidden_size = integer(raw, "hidden_size")
     dtype = raw.get("dtype") or raw.get("torch_dtype") or "float32"
@@ -73,6 +119,9 @@ def common_fields(raw: dict[str, Any]) -> dict[str, Any]:
     kv_heads = integer(raw, "num_key_value_heads", heads)
     if heads % kv_heads:
         raise ModelError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+    head_dim = integer(raw, "head_dim", hidden_size // heads)
+    if rope.short_factor and {len(rope.short_factor), len(rope.long_factor)} != {pairs := rope.rotated(head_dim) // 2}:
+        raise ModelError(f"rope scaling {rope.kind!r}: short_factor and long_factor must have {pairs} entries each")
     return {
         "architecture": raw["architectures"][0],
         "dtype": DTYPES[dtype],
@@ -82,27 +131,64 @@ def common_fields(raw: dict[str, Any]) -> dict[str, Any]:
         "layers": integer(raw, "num_hidden_layers"),
         "heads": heads,
         "kv_heads": kv_heads,
-        "head_dim": integer(raw, "head_dim", hidden_size // heads),
+        "head_dim": head_dim,
         "max_context": integer(raw, "max_position_embeddings"),
         "rms_norm_eps": float(raw.get("rms_norm_eps", 1e-6)),
-        "rope": _rope(raw),
+        "rope": rope,
         "tied_embeddings": bool(raw.get("tie_word_embeddings", False)),
         "attention_bias": bool(raw.get("attention_bias", False)),
+        "output_bias": bool(raw.get("attention_bias", False)),
         "mlp_bias": bool(raw.get("mlp_bias", False)),
+        "activation": activation,
     }
 
 
-def _refuse(raw: dict[str, Any]) -> None:
+def moe_fields(raw: dict[str, Any], layers: int) -> MoeConfig:
+    """The experts as the Qwen families write them. Raises ModelError, which names the field."""
+    every, dense = integer(raw, "decoder_sparse_step", 1), raw.get("mlp_only_layers") or []
+    if raw.get("use_sliding_window"):
+        raise ModelError("use_sliding_window: sliding windows are not supported in this architecture")
+    return MoeConfig(
+        experts=integer(raw, "num_local_experts" if "num_local_experts" in raw else "num_experts"),
+        top_k=integer(raw, "num_experts_per_tok"),
+        intermediate_size=integer(raw, "moe_intermediate_size"),
+        renormalize=bool(raw.get("norm_topk_prob", False)),
+        layers=frozenset(index for index in range(layers) if index not in dense and (index + 1) % every == 0),
+    )
+
+
+def _refuse(raw: dict[str, Any], activation: str) -> None:
     """What would change the results, and is not implemented, is an error rather than a wrong answer."""
     if raw.get("quantization_config"):
         raise ModelError("quantization_config: quantized checkpoints are not supported")
-    if raw.get("hidden_act", "silu") != "silu":
-        raise ModelError(f"hidden_act {raw['hidden_act']!r} is not supported; supported is silu")
-    if raw.get("use_sliding_window"):
-        raise ModelError("use_sliding_window: sliding windows are not supported")
-    for holder in (raw, raw.get("rope_parameters") or {}):
-        if holder.get("partial_rotary_factor", 1.0) != 1.0:
-            raise ModelError(f"partial_rotary_factor {holder['partial_rotary_factor']} is not supported; supported is 1")
+    key = "hidden_activation" if raw.get("hidden_activation") else "hidden_act"
+    if raw.get(key, activation) != activation:
+        raise ModelError(f"{key} {raw[key]!r} is not supported; supported is {activation}")
+
+
+def qwen_windows(raw: dict[str, Any]) -> dict[str, Any]:
+    """The sliding windows of Qwen's dense families: in the layers from `max_window_layers` on, where `use_sliding_window` says so."""
+    if not raw.get("use_sliding_window"):
+        return {}
+    first = raw.get("max_window_layers", 28)
+    return {"window": integer(raw, "sliding_window", 4096), "sliding_layers": sliding_layers(raw, lambda layer: layer >= first)}
+
+
+def one_window(raw: dict[str, Any], layers: int) -> dict[str, Any]:
+    """One sliding window in all layers, where `sliding_window` has a size."""
+    window = raw.get("sliding_window")
+    return {} if window is None else {"window": integer(raw, "sliding_window"), "sliding_layers": frozenset(range(layers))}
+
+
+def sliding_layers(raw: dict[str, Any], default: Callable[[int], bool]) -> frozenset[int]:
+    """The layers that `layer_types` names as sliding, or where it is not given those for which `default` is true. Raises ModelError."""
+    layers = integer(raw, "num_hidden_layers")
+    types = raw.get("layer_types") or ["sliding_attention" if default(layer) else "full_attention" for layer in range(layers)]
+    if len(types) != layers:
+        raise ModelError(f"layer_types names {len(types)} layers, but num_hidden_layers is {layers}")
+    if unknown := set(types) - {"sliding_attention", "full_attention"}:
+        raise ModelError(f"layer_types: {', '.join(sorted(unknown))} is not supported; supported are full_attention, sliding_attention")
+    return frozenset(layer for layer, kind in enumerate(types) if kind == "sliding_attention")
 
 
 def integer(raw: dict[str, Any], key: str, default: int | None = None) -> int:
@@ -113,27 +199,3 @@ def integer(raw: dict[str, Any], key: str, default: int | None = None) -> int:
     if not isinstance(value, int) or value < 1:
         raise ModelError(f"{key} must be a positive integer, not {value!r}")
     return value
-
-
-def _rope(raw: dict[str, Any]) -> RopeConfig:
-    """Both forms: rope_theta beside rope_scaling, and rope_parameters with all in one."""
-    scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    theta = float(scaling.get("rope_theta") or raw.get("rope_theta") or 10_000.0)
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if kind == "default":
-        return RopeConfig(theta)
-    try:
-        if kind == "linear":
-            return RopeConfig(theta, kind, float(scaling["factor"]))
-        if kind == "llama3":
-            return RopeConfig(
-                theta,
-                kind,
-                float(scaling["factor"]),
-                float(scaling["low_freq_factor"]),
-                float(scaling["high_freq_factor"]),
-                int(scaling["original_max_position_embeddings"]),
-            )
-    except KeyError as error:
-        raise ModelError(f"rope scaling {kind!r} lacks {error.args[0]}") from None
-    raise ModelError(f"rope scaling {kind!r} is not supported; supported are default, linear, llama3")

@@ -5,59 +5,85 @@ Shapes: T tokens, C hidden size, V vocabulary, R rows whose logits are wanted.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import astuple
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from inference_service.kernels.attention import StepLayout
 from inference_service.kernels.attention_mixed import StepAttention
+from inference_service.kernels.attention_torch import soft_capped
 from inference_service.models.config import ModelConfig
-from inference_service.models.layers import Attention, Build, Linear, Mlp, StepContext
+from inference_service.models.layers import Attention, Build, Linear, Mlp, RmsNorm, SparseMlp, StepContext, prefixed
 from inference_service.models.rotary import rotary_table
 
 
-@dataclass
 class DecoderLayer:
-    """One layer. Its input norm takes the residual of the layer before."""
+    """One layer. `kind` is the index of the way in which it attends."""
 
-    input_norm_C: Tensor
-    attention: Attention
-    post_attention_norm_C: Tensor
-    mlp: Mlp
+    def __init__(self, build: Build, config: ModelConfig, mlp: Mlp, kind: int) -> None:
+        self.attention, self.mlp, self.kind = Attention(build, config), mlp, kind
+        self.before_attention, self.after_attention, self.before_mlp, self.after_mlp = (
+            RmsNorm(build, config, name) if name else None for name in astuple(config.norms)
+        )
 
     def weights(self) -> dict[str, Tensor]:
-        norms = {"input_layernorm.weight": self.input_norm_C, "post_attention_layernorm.weight": self.post_attention_norm_C}
-        return norms | _prefixed("self_attn.", self.attention.weights()) | _prefixed("mlp.", self.mlp.weights())
+        norms: dict[str, Tensor] = {}
+        for norm in (self.before_attention, self.after_attention, self.before_mlp, self.after_mlp):
+            norms |= norm.weights() if norm else {}
+        return norms | prefixed("self_attn.", self.attention.weights()) | prefixed("mlp.", self.mlp.weights())
 
     def pack(self) -> None:
         self.attention.pack()
         self.mlp.pack()
 
+    def __call__(self, x_TC: Tensor | None, residual_TC: Tensor, kv_P2HSD: Tensor, step: StepContext) -> Tensor:
+        """Add x_TC, what the layer before gave, to the residual; and give what is to be added next."""
+        x_TC = self.attention(_add(x_TC, residual_TC, self.before_attention), kv_P2HSD, step)
+        if self.after_attention:
+            x_TC = self.after_attention(x_TC)
+        x_TC = self.mlp(_add(x_TC, residual_TC, self.before_mlp))
+        return self.after_mlp(x_TC) if self.after_mlp else x_TC
+
 
 class Decoder:
-    """A model of any family; `make_mlp` makes the MLP of a layer, by index. A loader fills `weights()`, which start uninitialized."""
+    """A model of any family; `make_mlp` makes the MLP of a layer, by index. A loader fills `weights()`, which start uninitialized.
 
-    def __init__(self, build: Build, config: ModelConfig, make_mlp: Callable[[int], Mlp]) -> None:
-        self.config, self.operators, self.dtype = config, build.operators, build.dtype
+    `renamed`: what the checkpoint calls parts of tensors' names.
+    """
+
+    def __init__(
+        self, build: Build, config: ModelConfig, make_mlp: Callable[[int], Mlp], renamed: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        self.config, self.operators, self.dtype, self.renamed = config, build.operators, build.dtype, renamed
         self.embedding_VC = build.empty(config.vocab_size, config.hidden_size)
-        self.layers = [
-            DecoderLayer(build.empty(config.hidden_size), Attention(build, config), build.empty(config.hidden_size), make_mlp(index))
-            for index in range(config.layers)
-        ]
-        self.norm_C = build.empty(config.hidden_size)
+        kinds = [config.attention_of(layer) for layer in range(config.layers)]
+        self.kinds = list(dict.fromkeys(kinds))
+        """The ways in which layers attend."""
+        self.layers = [DecoderLayer(build, config, make_mlp(layer), self.kinds.index(kind)) for layer, kind in enumerate(kinds)]
+        self.norm = RmsNorm(build, config, "model.norm")
         self.head = Linear(build, {"lm_head": 0 if config.tied_embeddings else config.vocab_size}, config.hidden_size)
         if config.tied_embeddings:
             self.head.weight = self.embedding_VC
-        self.rotary_PD = rotary_table(config.rope, config.head_dim, config.max_context, build.device)
+        self.rotary_PD = {rope: rotary_table(rope, config.head_dim, config.max_context, build.device) for _, rope in self.kinds}
+        # Rounded as the embedding is.
+        self.embedding_scale = torch.tensor(config.embedding_scale, dtype=build.dtype).item()
 
     def weights(self) -> dict[str, Tensor]:
         """Where each tensor of the checkpoint goes, by name."""
-        views = {"model.embed_tokens.weight": self.embedding_VC, "model.norm.weight": self.norm_C}
+        views = {"model.embed_tokens.weight": self.embedding_VC} | self.norm.weights()
         for index, layer in enumerate(self.layers):
-            views |= _prefixed(f"model.layers.{index}.", layer.weights())
-        return views if self.config.tied_embeddings else views | self.head.weights()
+            views |= prefixed(f"model.layers.{index}.", layer.weights())
+        if not self.config.tied_embeddings:
+            views |= self.head.weights()
+        return {self._checkpoint_name(name): view for name, view in views.items()}
+
+    def _checkpoint_name(self, name: str) -> str:
+        for ours, theirs in self.renamed.items():
+            name = name.replace(ours, theirs)
+        return name
 
     def pack(self) -> None:
         """After loading: let the operators lay the weights out anew, one at a time."""
@@ -73,34 +99,54 @@ class Decoder:
         `logits_R` are the tokens (indices into T) whose logits are wanted; None: all. `mixed`: attend by the one kernel for whole
         steps, which knows of the layout its tensors alone, so that a CUDA graph can hold a step with prefill chunks.
         """
-        norm, eps = self.operators.norm, self.config.rms_norm_eps
-        attention: StepAttention = self.operators.attention_mixed if mixed else self.operators.attention
-        step = StepContext(
-            self.operators.kv_append.plan(layout, caches[0], self.rotary_PD),
-            attention,
-            attention.plan(layout, caches[0], self.config.heads),
-        )
+        return self.logits(self.hidden(token_ids_T, layout, caches, logits_R, mixed))
+
+    def logits(self, hidden_RC: Tensor) -> Tensor:
+        """logits_RV of what `hidden` gave. Apart, since those of a long prompt are too large to make all at once."""
+        if not len(hidden_RC):
+            return hidden_RC.new_empty(0, self.config.vocab_size)
+        logits_RV = self.head(hidden_RC)
+        return logits_RV if self.config.logits_soft_cap is None else soft_capped(logits_RV, self.config.logits_soft_cap)
+
+    def hidden(self, token_ids_T: Tensor, layout: StepLayout, caches: list[Tensor], logits_R: Tensor | None, mixed: bool = False) -> Tensor:
+        """The same up to the head's input, hidden_RC."""
+        steps = self._plan(layout, caches[0], self.operators.attention_mixed if mixed else self.operators.attention)
         residual_TC = self.embedding_VC.index_select(0, token_ids_T)
+        if self.embedding_scale != 1.0:
+            residual_TC.mul_(self.embedding_scale)
         x_TC: Tensor | None = None
         for layer, kv_P2HSD in zip(self.layers, caches, strict=True):
-            if x_TC is None:
-                x_TC = norm.rms_norm(residual_TC, layer.input_norm_C, eps)
-            else:
-                x_TC = norm.add_rms_norm(x_TC, residual_TC, layer.input_norm_C, eps)
-            x_TC = layer.attention(x_TC, kv_P2HSD, step)
-            x_TC = layer.mlp(norm.add_rms_norm(x_TC, residual_TC, layer.post_attention_norm_C, eps))
+            x_TC = layer(x_TC, residual_TC, kv_P2HSD, steps[layer.kind])
         assert x_TC is not None
         if logits_R is not None:
             if not len(logits_R):
-                return x_TC.new_empty(0, self.config.vocab_size)
+                return x_TC[:0]
             x_TC, residual_TC = x_TC.index_select(0, logits_R), residual_TC.index_select(0, logits_R)
-        return self.head(norm.add_rms_norm(x_TC, residual_TC, self.norm_C, eps))
+        return self.norm.add(x_TC, residual_TC)
+
+    def _plan(self, layout: StepLayout, kv_P2HSD: Tensor, attention: StepAttention) -> list[StepContext]:
+        """A step's plans for each way to attend."""
+        kv_append, heads = self.operators.kv_append, self.config.heads
+        appends = {rope: kv_append.plan(layout, kv_P2HSD, table_PD) for rope, table_PD in self.rotary_PD.items()}
+        return [StepContext(appends[rope], attention, attention.plan(layout, kv_P2HSD, heads, spec)) for spec, rope in self.kinds]
+
+    def take_chosen_experts(self) -> list[Tensor]:
+        """ids_TK of each layer with experts, as the last `forward` chose them; they are forgotten here."""
+        sparse = [layer.mlp for layer in self.layers if isinstance(layer.mlp, SparseMlp)]
+        chosen = [mlp.chosen_TK for mlp in sparse if mlp.chosen_TK is not None]
+        for mlp in sparse:
+            mlp.chosen_TK = None
+        return chosen
 
     def new_cache(self, pages: int, page_size: int, device: torch.device) -> list[Tensor]:
-        """An empty cache, kv_P2HSD a layer. Zeroed, since masked slots are multiplied by 0 and must be finite."""
+        """An empty cache, kv_P2HSD a layer. Zeroed, since not every kernel passes over what lies beyond a context: some multiply it by
+        0, and it must be finite."""
         shape = (pages, 2, self.config.kv_heads, page_size, self.config.head_dim)
         return [torch.zeros(shape, dtype=self.dtype, device=device) for _ in self.layers]
 
 
-def _prefixed(prefix: str, views: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {prefix + name: view for name, view in views.items()}
+def _add(x_TC: Tensor | None, residual_TC: Tensor, norm: RmsNorm | None) -> Tensor:
+    """Add x to the residual, in place, and give the residual, normed where there is a norm. None: there is nothing to add yet."""
+    if norm:
+        return norm.add(x_TC, residual_TC)
+    return residual_TC if x_TC is None else residual_TC.add_(x_TC)

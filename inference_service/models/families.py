@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Protocol
 
-from inference_service.models import llama, qwen3_moe
+from inference_service.models import gemma2, gemma3, gpt_oss, llama, mixtral, olmo2, phi3, qwen2, qwen2_moe, qwen3, qwen3_moe
 from inference_service.models.config import ModelConfig
 from inference_service.models.config_json import ModelError, read_json
 from inference_service.models.decoder import Decoder
@@ -20,7 +20,19 @@ class Family(Protocol):
     def make(self, build: Build, config: ModelConfig) -> Decoder: ...
 
 
-FAMILIES: dict[str, Family] = {"LlamaForCausalLM": llama, "Qwen3MoeForCausalLM": qwen3_moe}
+FAMILIES: dict[str, Family] = {
+    "Gemma2ForCausalLM": gemma2,
+    "Gemma3ForCausalLM": gemma3,
+    "GptOssForCausalLM": gpt_oss,
+    "LlamaForCausalLM": llama,
+    "MixtralForCausalLM": mixtral,
+    "Olmo2ForCausalLM": olmo2,
+    "Phi3ForCausalLM": phi3,
+    "Qwen2ForCausalLM": qwen2,
+    "Qwen2MoeForCausalLM": qwen2_moe,
+    "Qwen3ForCausalLM": qwen3,
+    "Qwen3MoeForCausalLM": qwen3_moe,
+}
 
 
 def read_config(model_dir: Path) -> ModelConfig:

@@ -6,6 +6,7 @@ Shapes: T tokens, C hidden size, H query heads, N query, key and value heads tog
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -32,7 +33,7 @@ class Build:
 
 @dataclass(frozen=True)
 class StepContext:
-    """What the layers of one step share: the operators' plans, and by what it attends."""
+    """What the layers of one step share that attend alike: the operators' plans, and by what it attends."""
 
     kv_append: Any
     attention: StepAttention
@@ -82,40 +83,93 @@ class Linear:
         return self.gemm(x_TC, self.weight, self.bias)
 
 
+class RmsNorm:
+    """A norm over the hidden size."""
+
+    def __init__(self, build: Build, config: ModelConfig, name: str) -> None:
+        self.name = name
+        self.operator, self.eps, self.zero_centered = build.operators.norm, config.rms_norm_eps, config.zero_centered_norms
+        self.weight_C = build.empty(config.hidden_size)
+
+    def weights(self) -> dict[str, Tensor]:
+        return {f"{self.name}.weight": self.weight_C}
+
+    def __call__(self, x_TC: Tensor) -> Tensor:
+        return self.operator.rms_norm(x_TC, self.weight_C, self.eps, self.zero_centered)
+
+    def add(self, x_TC: Tensor | None, residual_TC: Tensor) -> Tensor:
+        """Add x to the residual, in place, and give the residual's norm. None: there is nothing to add yet."""
+        if x_TC is None:
+            return self(residual_TC)
+        return self.operator.add_rms_norm(x_TC, residual_TC, self.weight_C, self.eps, self.zero_centered)
+
+
 class Attention:
     """Grouped-query attention over the paged cache, with the heads normed where the family does so."""
 
     def __init__(self, build: Build, config: ModelConfig) -> None:
         self.operators, self.config = build.operators, config
         q_size, kv_size = config.heads * config.head_dim, config.kv_heads * config.head_dim
-        bias = config.attention_bias
-        self.qkv = Linear(build, {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}, config.hidden_size, bias)
-        self.output = Linear(build, {"o_proj": config.hidden_size}, q_size, bias)
+        parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+        if config.fused_checkpoint:
+            parts = {"qkv_proj": q_size + 2 * kv_size}
+        self.qkv = Linear(build, parts, config.hidden_size, config.attention_bias)
+        self.output = Linear(build, {"o_proj": config.hidden_size}, q_size, config.output_bias)
         self.norms = None
         if config.qk_norm:
             self.norms = HeadNorms(build.empty(config.head_dim), build.empty(config.head_dim), config.rms_norm_eps)
+        self.projection_norms = (build.empty(q_size), build.empty(kv_size)) if config.projection_norm else None
+        self.sinks_H = build.empty(config.heads) if config.sinks else None
 
     def weights(self) -> dict[str, Tensor]:
-        norms = {"q_norm.weight": self.norms.q_D, "k_norm.weight": self.norms.k_D} if self.norms else {}
-        return self.qkv.weights() | self.output.weights() | norms
+        pair = (self.norms.q_D, self.norms.k_D) if self.norms else self.projection_norms
+        norms = dict(zip(("q_norm.weight", "k_norm.weight"), pair, strict=True)) if pair else {}
+        sinks = {} if self.sinks_H is None else {"sinks": self.sinks_H}
+        return self.qkv.weights() | self.output.weights() | norms | sinks
 
     def pack(self) -> None:
+        self._pair_rotated()
         self.qkv.pack()
         self.output.pack()
+        if self.norms and self.config.zero_centered_norms:
+            # In float32, since half precision has fewer digits for 1 + w than for w.
+            self.norms = HeadNorms(1 + self.norms.q_D.float(), 1 + self.norms.k_D.float(), self.norms.eps)
 
     def __call__(self, x_TC: Tensor, kv_P2HSD: Tensor, step: StepContext) -> Tensor:
-        qkv_TND = self.qkv(x_TC).view(len(x_TC), -1, self.config.head_dim)
+        qkv_TN = self.qkv(x_TC)
+        if self.projection_norms:
+            self._norm_projections(qkv_TN, *self.projection_norms)
+        qkv_TND = qkv_TN.view(len(x_TC), -1, self.config.head_dim)
         q_THD = self.operators.kv_append(qkv_TND, self.norms, kv_P2HSD, step.kv_append)
-        return self.output(step.attention(q_THD, kv_P2HSD, step.attention_plan).flatten(1))
+        return self.output(step.attention(q_THD, kv_P2HSD, step.attention_plan, self.sinks_H).flatten(1))
+
+    def _norm_projections(self, qkv_TN: Tensor, q_norm: Tensor, k_norm: Tensor) -> None:
+        q, k, _ = qkv_TN.tensor_split((len(q_norm), len(q_norm) + len(k_norm)), dim=1)
+        for part, norm in ((q, q_norm), (k, k_norm)):
+            part.copy_(self.operators.norm.rms_norm(part, norm, self.config.rms_norm_eps))
+
+    def _pair_rotated(self) -> None:
+        """Where a part of each head is rotated, let the two of each rotated pair be D/2 apart, as in heads that are rotated whole. Kernels
+        know only these: the scores do not depend on the order, and what is not rotated turns by 0."""
+        size, rotated = self.config.head_dim, self.config.rope.rotated(self.config.head_dim)
+        if rotated == size:
+            return
+        low, high, rest = torch.arange(size).tensor_split((rotated // 2, rotated))
+        order_D = torch.cat((low, rest[: len(rest) // 2], high, rest[len(rest) // 2 :]))
+        for tensor in (self.qkv.weight, self.qkv.bias):
+            if tensor is not None:
+                heads = tensor[: -self.config.kv_heads * size].view(-1, size, *tensor.shape[1:])
+                heads.copy_(heads[:, order_D])
 
 
 class GatedMlp:
-    """down(silu(gate(x)) * up(x))."""
+    """down(activation(gate(x)) * up(x))."""
 
-    def __init__(self, build: Build, config: ModelConfig) -> None:
-        size = config.intermediate_size
-        self.gemm = build.operators.gemm
-        self.gate_up = Linear(build, {"gate_proj": size, "up_proj": size}, config.hidden_size, config.mlp_bias)
+    def __init__(self, build: Build, config: ModelConfig, size: int) -> None:
+        gemm = build.operators.gemm
+        self.activate = {"silu": gemm.silu_and_mul, "gelu_pytorch_tanh": gemm.gelu_tanh_and_mul}[config.activation]
+        parts = {"gate_up_proj": 2 * size} if config.fused_checkpoint else {"gate_proj": size, "up_proj": size}
+        self.gate_up = Linear(build, parts, config.hidden_size, config.mlp_bias)
         self.down = Linear(build, {"down_proj": config.hidden_size}, size, config.mlp_bias)
 
     def weights(self) -> dict[str, Tensor]:
@@ -126,17 +180,25 @@ class GatedMlp:
         self.down.pack()
 
     def __call__(self, x_TC: Tensor) -> Tensor:
-        return self.down(self.gemm.silu_and_mul(self.gate_up(x_TC)))
+        return self.down(self.activate(self.gate_up(x_TC)))
 
 
 class SparseMlp:
-    """Experts, each a gated MLP, of which a router chooses some for each token."""
+    """Experts, each a gated MLP, of which a router chooses some for each token; and in some families one that is shared by all tokens."""
 
-    def __init__(self, build: Build, hidden_size: int, moe: MoeConfig) -> None:
+    def __init__(self, build: Build, config: ModelConfig, moe: MoeConfig) -> None:
         self.routing, self.moe, self.config = build.operators.routing, build.operators.moe, moe
-        self.router = Linear(build, {"gate": moe.experts}, hidden_size)
+        hidden_size, gates = config.hidden_size, {"gate": moe.experts}
+        self.shared = None
+        if moe.shared_size:
+            # Its gate reads what the router reads, and so is one more row of that product.
+            gates["shared_expert_gate"] = 1
+            self.shared = GatedMlp(build, config, moe.shared_size)
+        self.router = Linear(build, gates, hidden_size)
         self.gate_up = build.empty(moe.experts, 2 * moe.intermediate_size, hidden_size)
         self.down = build.empty(moe.experts, hidden_size, moe.intermediate_size)
+        self.chosen_TK: Tensor | None = None
+        """Each token's experts in the step computed last. A CUDA graph writes them anew as long as somebody holds on to the tensor."""
 
     def weights(self) -> dict[str, Tensor]:
         views = self.router.weights()
@@ -144,12 +206,39 @@ class SparseMlp:
             parts = dict(zip(self.moe.halves, gate_up_2IC.chunk(2), strict=True)) | {"down": down_CI}
             # One order whatever the backend's, so that random weights do not depend on it.
             views |= {f"experts.{expert}.{name}_proj.weight": parts[name] for name in ("gate", "up", "down")}
+        if self.shared:
+            views |= prefixed("shared_expert.", self.shared.weights())
         return views
 
     def pack(self) -> None:
         self.router.pack()
+        if self.shared:
+            self.shared.pack()
         self.gate_up, self.down = self.moe.pack(self.gate_up, self.down)
 
     def __call__(self, x_TC: Tensor) -> Tensor:
-        ids_TK, weights_TK = self.routing(self.router(x_TC), self.config.top_k, self.config.renormalize)
-        return self.moe(x_TC, self.gate_up, self.down, ids_TK, weights_TK)
+        gates_TE = self.router(x_TC)
+        ids_TK, weights_TK = self.routing(gates_TE[:, : self.config.experts], self.config.top_k, self.config.renormalize)
+        if not torch.compiler.is_compiling():
+            self.chosen_TK = ids_TK
+        y_TC = self.moe(x_TC, self.gate_up, self.down, ids_TK, weights_TK)
+        if self.shared:
+            y_TC.addcmul_(self.shared(x_TC), gates_TE[:, -1:].sigmoid())
+        return y_TC
+
+
+def dense_mlps(build: Build, config: ModelConfig) -> Callable[[int], Mlp]:
+    """Makes the MLP of a layer, by index: the same in all."""
+    return lambda index: GatedMlp(build, config, config.intermediate_size)
+
+
+def sparse_mlps(build: Build, config: ModelConfig) -> Callable[[int], Mlp]:
+    """Makes the MLP of a layer, by index: experts in the layers that `config.moe` names, else dense."""
+    moe, dense = config.moe, dense_mlps(build, config)
+    assert moe is not None
+    return lambda index: SparseMlp(build, config, moe) if index in moe.layers else dense(index)
+
+
+def prefixed(prefix: str, views: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same tensors under longer names."""
+    return {prefix + name: view for name, view in views.items()}

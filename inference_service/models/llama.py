@@ -6,7 +6,7 @@ from typing import Any
 
 from inference_service.models.config import ModelConfig, common_fields
 from inference_service.models.decoder import Decoder
-from inference_service.models.layers import Build, GatedMlp
+from inference_service.models.layers import Build, dense_mlps
 
 
 def parse(raw: dict[str, Any]) -> ModelConfig:
@@ -16,4 +16,4 @@ def parse(raw: dict[str, Any]) -> ModelConfig:
 
 def make(build: Build, config: ModelConfig) -> Decoder:
     """The model, its weights uninitialized."""
-    return Decoder(build, config, lambda index: GatedMlp(build, config))
+    return Decoder(build, config, dense_mlps(build, config))

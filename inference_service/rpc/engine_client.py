@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable
 from itertools import count
 
@@ -18,6 +19,7 @@ import zmq
 from inference_service.messages import (
     Abort,
     EngineStart,
+    ExpertSample,
     Failed,
     Finish,
     Hello,
@@ -32,12 +34,15 @@ from inference_service.messages import (
 )
 from inference_service.rpc.errors import RpcError, unavailable
 
+EXPERT_SAMPLES = 64
+"""Counts of experts that are kept: those of the last seconds."""
+
 
 class Stream:
-    """The outputs of one request, from the socket to the call that writes them.
+    """The outputs of one call's choices, from the socket to the call that writes them.
 
     What arrives while the writer is busy is handed over in one piece, so a slow reader gets fewer, larger deltas. What waits is bounded by
-    the request's own max_tokens.
+    the choices' own max_tokens.
     """
 
     __slots__ = ("_error", "_loop", "_pending", "_waiter")
@@ -85,6 +90,10 @@ class EngineClient:
         self.ready: Ready | None = None
         self.error: str | None = None
         self.load = Load(0, 0, 0, 0)
+        self.experts: deque[ExpertSample] = deque(maxlen=EXPERT_SAMPLES)
+        """The newest counts of experts."""
+        self.compiles = 0
+        """Kernels that the engine has compiled or loaded since it was ready."""
         self._heard_ns = time.monotonic_ns()
         self.output_tokens = 0
         """Ids received since the start."""
@@ -132,25 +141,29 @@ class EngineClient:
         """A key for a new request."""
         return next(self._keys)
 
-    def submit(self, submit: Submit) -> Stream:
-        """Hand a request to the engine. The caller must `release` its key in the end."""
-        stream = self._streams[submit.key] = Stream()
+    def submit(self, submits: list[Submit]) -> Stream:
+        """Hand a call's choices to the engine. The caller must `release` each key in the end."""
+        stream = Stream()
+        for submit in submits:
+            self._streams[submit.key] = stream
+            if self.error is None:
+                self._send(submit)
         if self.error is not None:
             stream.fail(self._lost())
-        else:
-            self._send(submit)
         return stream
 
-    def abort(self, key: int) -> None:
-        """End a request early: its stream gets a last output with the reason "abort"."""
-        self._send(Abort([key]))
-        if stream := self._streams.get(key):
-            stream.put(time.monotonic_ns(), Output(key, [], finish=Finish("abort")))
+    def abort(self, keys: list[int]) -> None:
+        """End choices early: the stream gets a last output of each with the reason "abort"."""
+        self._send(Abort(keys))
+        for key in keys:
+            if stream := self._streams.get(key):
+                stream.put(time.monotonic_ns(), Output(key, [], finish=Finish("abort")))
 
-    def release(self, key: int, ended: bool) -> None:
-        """Forget a request; one that has not `ended` by itself is aborted."""
-        if self._streams.pop(key, None) is not None and not ended and self.error is None:
-            self._send(Abort([key]))
+    def release(self, keys: list[int], ended: bool) -> None:
+        """Forget choices; those that have not `ended` by themselves are aborted."""
+        known = [key for key in keys if self._streams.pop(key, None) is not None]
+        if known and not ended and self.error is None:
+            self._send(Abort(known))
 
     async def stop(self) -> None:
         """End the engine's process. It holds nothing that must be saved."""
@@ -188,7 +201,9 @@ class EngineClient:
     def _dispatch(self, message: ToFrontEnd) -> None:
         self._heard_ns = time.monotonic_ns()
         if isinstance(message, Step):
-            self.load = message.load
+            self.load, self.compiles = message.load, message.compiles
+            if message.experts:
+                self.experts.append(message.experts)
             for output in message.outputs:
                 self.output_tokens += len(output.token_ids)
                 stream = self._streams.get(output.key)

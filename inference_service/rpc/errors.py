@@ -59,11 +59,6 @@ def invalid(field: str, message: str) -> RpcError:
     return RpcError(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD", f"{field}: {message}", field=field)
 
 
-def unimplemented(field: str) -> RpcError:
-    """UNIMPLEMENTED: the API has the field, this version has not what it asks for."""
-    return RpcError(grpc.StatusCode.UNIMPLEMENTED, "NOT_IMPLEMENTED", f"{field}: not implemented yet", field=field)
-
-
 def unavailable(reason: str, message: str, retry_s: float = 0.0) -> RpcError:
     """UNAVAILABLE: another server may well answer."""
     return RpcError(grpc.StatusCode.UNAVAILABLE, reason, message, retry_s=retry_s)

@@ -6,7 +6,9 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from statistics import fmean
 from typing import Any, ParamSpec, TypeVar
 
 import grpc
@@ -15,13 +17,15 @@ from google.protobuf.message import Message
 from inference.v1 import generate_pb2, inference_pb2_grpc, info_pb2
 from inference_service import __version__
 from inference_service.config import Config
-from inference_service.messages import Ready
+from inference_service.messages import ExpertSample, Ready, Submit
+from inference_service.rpc.choice import Choice
 from inference_service.rpc.engine_client import EngineClient
 from inference_service.rpc.errors import RpcError, invalid
+from inference_service.rpc.forks import fork
 from inference_service.rpc.generation import Generation
 from inference_service.rpc.lifecycle import Lifecycle
 from inference_service.rpc.load_meter import LoadMeter
-from inference_service.rpc.validation import RequestReader
+from inference_service.rpc.validation import RequestReader, count_choices
 from inference_service.telemetry.clock import to_unix_ns
 from inference_service.telemetry.tracing import RequestTrace, Tracing
 from inference_service.text.assembler import Assembler
@@ -55,8 +59,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._meter = LoadMeter()
         self._started_ns = time.monotonic_ns()
         self._generations: dict[str, tuple[Generation, asyncio.Task[None] | None]] = {}
-        self._being_read = 0
-        """Requests that are being tokenized, and so not in flight yet."""
+        self._admitted = 0
+        """Choices of all requests in flight, or being tokenized for it."""
         self._stuck: set[str] = set()
 
     # --- Generate ---
@@ -93,6 +97,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         finally:
             if generation is not None:
                 del self._generations[request_id]
+                self._admitted -= len(generation.choices)
             self._lifecycle.left()
             self._trace(trace, code, message, request_id, generation)
         if error is not None:
@@ -102,52 +107,65 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         """A registered generation, or an RpcError that says why there is none."""
         if refusal := self._lifecycle.refusal():
             raise refusal
-        batch, server = self._config.batch, self._config.server
-        if len(self._generations) + self._being_read >= batch.max_requests + server.max_queue:
+        limit = self._config.batch.max_requests + self._config.server.max_queue
+        count = count_choices(request, limit)
+        if self._admitted + count > limit:
             raise RpcError(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
                 "QUEUE_FULL",
-                f"{batch.max_requests + server.max_queue} requests are in flight, which is as many as may",
+                f"{self._admitted} answers are in flight, of at most {limit}: {count} more is too many",
                 retry_s=RETRY_S,
             )
-        self._being_read += 1
+        self._admitted += count
         try:
             submit = await _unblocked(request, self._request_reader().read, request, self._engine.next_key(), arrival_ns, deadline_ns)
-        finally:
-            self._being_read -= 1
-        if request_id in self._generations:
-            raise RpcError(
-                grpc.StatusCode.ALREADY_EXISTS, "REQUEST_IN_FLIGHT", f"request_id: {request_id!r} is in flight", field="request_id"
-            )
-        detokenizer = self._tokenizer.detokenizer(skip_special_tokens=_or_true(request.output, "skip_special_tokens"))
-        assembler = Assembler(detokenizer, request.stopping.stop, submit.min_tokens)
-        generation = Generation(request_id, submit, assembler, self._tokenizer, self._engine)
+            if request_id in self._generations:
+                raise RpcError(
+                    grpc.StatusCode.ALREADY_EXISTS, "REQUEST_IN_FLIGHT", f"request_id: {request_id!r} is in flight", field="request_id"
+                )
+            generation = Generation(request_id, self._choices(request, submit, count), self._engine)
+        except BaseException:
+            self._admitted -= count
+            raise
         self._generations[request_id] = (generation, asyncio.current_task())
         return generation
+
+    def _choices(self, request: generate_pb2.GenerateRequest, submit: Submit, count: int) -> list[Choice]:
+        skip_special_tokens = _or_true(request.output, "skip_special_tokens")
+        choices = []
+        for index, each in enumerate([submit, *fork(submit, [self._engine.next_key() for _ in range(1, count)])]):
+            detokenizer = self._tokenizer.detokenizer(skip_special_tokens=skip_special_tokens)
+            assembler = Assembler(detokenizer, request.stopping.stop, each.min_tokens)
+            choices.append(Choice(index, each, assembler, self._tokenizer))
+        return choices
 
     def _trace(self, trace: RequestTrace, code: str, message: str, request_id: str, generation: Generation | None) -> None:
         end_ns = time.monotonic_ns()
         if generation is None:
             trace.end(code, end_ns=end_ns, message=message, request_id=request_id, model=self._model)
             return
-        submit, finish = generation.submit, generation.finish
+        choices, submit = generation.choices, generation.choices[0].submit
+        finishes = [choice.finish for choice in choices if choice.finish is not None]
+        tokens = [choice.completion_tokens for choice in choices]
         trace.end(
             code,
             end_ns=end_ns,
             message=message,
             admitted=True,
-            scheduled_ns=generation.scheduled_ns,
-            first_token_ns=generation.first_delta_ns,
-            last_token_ns=generation.last_delta_ns,
+            scheduled_ns=choices[0].scheduled_ns,
+            first_token_ns=min((choice.first_delta_ns for choice in choices if choice.first_delta_ns), default=0),
+            last_token_ns=max(choice.last_delta_ns for choice in choices),
             request_id=request_id,
             model=self._model,
             sampling=submit.sampling,
             max_tokens=submit.max_tokens,
             prompt_tokens=len(submit.token_ids),
             cached_tokens=generation.cached_tokens,
-            completion_tokens=generation.completion_tokens,
-            finish_reason=finish.reason if finish else "",
-            preemptions=finish.preemptions if finish else 0,
+            completion_tokens=sum(tokens),
+            longest_answer=max(tokens),
+            choices=len(choices),
+            finish_reasons=[finish.reason for finish in finishes],
+            preemptions=sum(finish.preemptions for finish in finishes),
         )
 
     def _request_reader(self) -> RequestReader:
@@ -229,7 +247,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             eos_token_ids=self._tokenizer.eos_token_ids,
             has_chat_template=self._tokenizer.has_chat_template,
             sampling_defaults=info_pb2.SamplingDefaults(
-                temperature=defaults.temperature, top_k=defaults.top_k, top_p=defaults.top_p, min_p=defaults.min_p
+                temperature=defaults.temperature,
+                top_k=defaults.top_k,
+                top_p=defaults.top_p,
+                min_p=defaults.min_p,
+                repetition_penalty=defaults.repetition_penalty,
             ),
         )
 
@@ -249,11 +271,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             limits=info_pb2.Limits(
                 max_requests=batch.max_requests,
                 max_step_tokens=batch.step_tokens,
-                max_prefill_tokens=batch.prefill_tokens,
+                max_prefill_tokens=ready.prefill_tokens,
                 max_queue=self._config.server.max_queue,
                 page_size=ready.page_size,
                 pages=ready.pages,
             ),
+            compiles_since_ready=self._engine.compiles,
         )
 
     async def GetLoad(self, request: info_pb2.GetLoadRequest, context: Context) -> info_pb2.GetLoadResponse:
@@ -267,12 +290,21 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             pages_total=ready.pages if ready else 0,
             output_tokens_per_s=self._meter.rate(),
             draining=self._lifecycle.draining,
+            experts=_expert_loads(self._engine.experts),
         )
 
     async def Drain(self, request: info_pb2.DrainRequest, context: Context) -> info_pb2.DrainResponse:
         """See inference.proto."""
         self._lifecycle.drain()
         return info_pb2.DrainResponse(in_flight=self._lifecycle.in_flight)
+
+
+def _expert_loads(samples: Iterable[ExpertSample]) -> list[info_pb2.ExpertLoad]:
+    """One a batch, the smallest first."""
+    counts: dict[int, list[float]] = defaultdict(list)
+    for sample in samples:
+        counts[sample.batch].append(sample.distinct)
+    return [info_pb2.ExpertLoad(batch=batch, steps=len(each), distinct_experts=fmean(each)) for batch, each in sorted(counts.items())]
 
 
 async def _unblocked(message: Message, read: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import math
-import random
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import grpc
 from google.protobuf.json_format import MessageToDict
 
 from inference.v1 import generate_pb2
-from inference_service.messages import Ready, Sampling, Submit
-from inference_service.rpc.errors import RpcError, invalid, unimplemented
+from inference_service.messages import Ready, Submit
+from inference_service.rpc.errors import RpcError, invalid
+from inference_service.rpc.sampling_params import SamplingReader
+from inference_service.rpc.structured_output import read_grammar
 from inference_service.text.chat_template import ChatTemplateError
 from inference_service.text.tokenizer import Tokenizer
 
@@ -21,20 +21,16 @@ MAX_STOP_LENGTH = 1024
 MAX_STOP_IDS = 128
 MAX_LOGPROBS = 20
 MAX_REQUEST_ID = 128
+MAX_CHOICES = 16
+MAX_CACHE_SALT = 128
 
-_NOT_YET: dict[str, Callable[[generate_pb2.GenerateRequest], bool]] = {
-    "sampling.n": lambda r: r.sampling.HasField("n") and r.sampling.n > 1,
-    "sampling.repetition_penalty": lambda r: r.sampling.HasField("repetition_penalty") and r.sampling.repetition_penalty != 1,
-    "sampling.frequency_penalty": lambda r: r.sampling.frequency_penalty != 0,
-    "sampling.presence_penalty": lambda r: r.sampling.presence_penalty != 0,
-    "sampling.logit_bias": lambda r: bool(r.sampling.logit_bias),
-    "sampling.bad_words": lambda r: bool(r.sampling.bad_words),
-    "output.prompt_logprobs": lambda r: r.output.HasField("prompt_logprobs"),
-    "structured_output": lambda r: r.HasField("structured_output"),
-    "priority": lambda r: r.priority != 0,
-    "cache_salt": lambda r: bool(r.cache_salt),
-}
-"""Fields that the API has and this version does not serve: whether a request uses them."""
+
+def count_choices(request: generate_pb2.GenerateRequest, limit: int) -> int:
+    """How many answers a request asks for, of which at most `limit` may be in flight. Raises RpcError for too many, or none."""
+    count = request.sampling.n if request.sampling.HasField("n") else 1
+    if not 1 <= count <= min(MAX_CHOICES, limit):
+        raise invalid("sampling.n", f"must be in [1, {min(MAX_CHOICES, limit)}], not {count}")
+    return count
 
 
 class RequestReader:
@@ -43,7 +39,7 @@ class RequestReader:
     def __init__(self, model: str, tokenizer: Tokenizer, ready: Ready) -> None:
         self._model = model
         self._tokenizer = tokenizer
-        self._defaults = tokenizer.sampling_defaults
+        self._sampling = SamplingReader(tokenizer, ready.vocab_size)
         self._vocab_size = ready.vocab_size
         self._max_context = ready.max_context
         self._cache_tokens = ready.pages * ready.page_size
@@ -53,18 +49,35 @@ class RequestReader:
     def read(self, request: generate_pb2.GenerateRequest, key: int, arrival_ns: int, deadline_ns: int) -> Submit:
         """The request as the engine takes it."""
         self._check_names(request)
-        for field, uses in _NOT_YET.items():
-            if uses(request):
-                raise unimplemented(field)
-        sampling = self._sampling(request.sampling)
+        if len(request.cache_salt) > MAX_CACHE_SALT:
+            raise invalid("cache_salt", f"at most {MAX_CACHE_SALT} characters, not {len(request.cache_salt)}")
+        grammar = None
+        if request.HasField("structured_output"):
+            grammar = read_grammar(request.structured_output, self._eos_ids, request.stopping.ignore_eos)
+        sampling = self._sampling.read(request.sampling)
         min_tokens = request.stopping.min_tokens
         stop_ids = self._stop_ids(request.stopping)
-        logprobs = self._logprobs(request.output)
+        self._check_bans(sampling.bad_words, stop_ids if min_tokens else [])
+        logprobs, prompt_logprobs = (self._logprobs(request.output, field) for field in ("logprobs", "prompt_logprobs"))
         token_ids = self.prompt_ids(request)
         max_tokens = self._max_tokens(request, len(token_ids))
         if min_tokens > max_tokens:
             raise invalid("stopping.min_tokens", f"{min_tokens} is more than the {max_tokens} tokens that the answer may have")
-        return Submit(key, token_ids, sampling, max_tokens, min_tokens, stop_ids, logprobs, arrival_ns, deadline_ns)
+        return Submit(
+            key,
+            token_ids,
+            sampling,
+            max_tokens,
+            min_tokens,
+            stop_ids,
+            logprobs,
+            arrival_ns,
+            deadline_ns,
+            prompt_logprobs,
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+            grammar=grammar,
+        )
 
     def prompt_ids(
         self, request: generate_pb2.GenerateRequest | generate_pb2.TokenizeRequest, add_special_tokens: bool = True
@@ -127,23 +140,6 @@ class RequestReader:
                 grpc.StatusCode.NOT_FOUND, "UNKNOWN_ADAPTER", f"adapter: no adapter {request.adapter!r} is served", field="adapter"
             )
 
-    def _sampling(self, given: generate_pb2.SamplingParams) -> Sampling:
-        defaults = self._defaults
-        temperature = given.temperature if given.HasField("temperature") else defaults.temperature
-        top_k = given.top_k if given.HasField("top_k") else defaults.top_k
-        top_p = given.top_p if given.HasField("top_p") else defaults.top_p
-        min_p = given.min_p if given.HasField("min_p") else defaults.min_p
-        if not (0 <= temperature < math.inf):
-            raise invalid("sampling.temperature", f"must be at least 0 and finite, not {temperature:g}")
-        if not (0 < top_p <= 1):
-            raise invalid("sampling.top_p", f"must be in (0, 1], not {top_p:g}")
-        if not (0 <= min_p <= 1):
-            raise invalid("sampling.min_p", f"must be in [0, 1], not {min_p:g}")
-        if given.HasField("n") and given.n == 0:
-            raise invalid("sampling.n", "must be at least 1")
-        seed = given.seed if given.HasField("seed") else random.getrandbits(64)
-        return Sampling(temperature, top_k, top_p, min_p, seed)
-
     def _stop_ids(self, stopping: generate_pb2.StopConditions) -> list[int]:
         if len(stopping.stop) > MAX_STOP_STRINGS:
             raise invalid("stopping.stop", f"at most {MAX_STOP_STRINGS} strings, not {len(stopping.stop)}")
@@ -152,21 +148,26 @@ class RequestReader:
         if len(stopping.stop_token_ids) > MAX_STOP_IDS:
             raise invalid("stopping.stop_token_ids", f"at most {MAX_STOP_IDS} ids, not {len(stopping.stop_token_ids)}")
         self._check_ids("stopping.stop_token_ids", stopping.stop_token_ids)
-        ids = sorted({*stopping.stop_token_ids, *([] if stopping.ignore_eos else self._eos_ids)})
-        if stopping.min_tokens and len(ids) >= self._vocab_size:
+        return sorted({*stopping.stop_token_ids, *([] if stopping.ignore_eos else self._eos_ids)})
+
+    def _check_bans(self, bad_words: list[list[int]], early_stops: list[int]) -> None:
+        """Something must be left to draw. What words of several tokens ban depends on the answer: see execution/edits.py."""
+        if len(early_stops) >= self._vocab_size:
             raise invalid("stopping.min_tokens", "every token ends the answer, so none can be drawn before that")
-        return ids
+        if len({*early_stops, *(word[0] for word in bad_words if len(word) == 1)}) >= self._vocab_size:
+            raise invalid("sampling.bad_words", "no token is left to draw")
 
     def _check_ids(self, field: str, ids: Sequence[int]) -> None:
         if ids and max(ids) >= self._vocab_size:
             raise invalid(field, f"id {max(ids)} is outside the vocabulary of {self._vocab_size}")
 
-    def _logprobs(self, output: generate_pb2.OutputOptions) -> int:
-        if not output.HasField("logprobs"):
+    def _logprobs(self, output: generate_pb2.OutputOptions, field: Literal["logprobs", "prompt_logprobs"]) -> int:
+        if not output.HasField(field):
             return -1
-        if output.logprobs > min(MAX_LOGPROBS, self._vocab_size):
-            raise invalid("output.logprobs", f"at most {MAX_LOGPROBS} alternatives, not {output.logprobs}")
-        return output.logprobs
+        alternatives: int = getattr(output, field)
+        if alternatives > min(MAX_LOGPROBS, self._vocab_size):
+            raise invalid(f"output.{field}", f"at most {MAX_LOGPROBS} alternatives, not {alternatives}")
+        return alternatives
 
     def _max_tokens(self, request: generate_pb2.GenerateRequest, prompt_tokens: int) -> int:
         """The answer's limit: what was asked for, else what context and KV cache have room for."""

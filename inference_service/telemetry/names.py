@@ -39,6 +39,8 @@ REQUEST_MIN_P = "gen_ai.request.min_p"
 REQUEST_SEED = "gen_ai.request.seed"
 """As text: 64 unsigned bits do not fit OTLP's integers."""
 REQUEST_MAX_TOKENS = "gen_ai.request.max_tokens"
+REQUEST_CHOICES = "gen_ai.request.choice.count"
+"""Only where it is not 1, as the convention has it."""
 
 # The answer
 RESPONSE_MODEL = "gen_ai.response.model"

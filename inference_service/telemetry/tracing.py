@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from opentelemetry.context import Context
 from opentelemetry.sdk.resources import Resource
@@ -126,7 +126,9 @@ class RequestTrace:
         prompt_tokens: int = 0,
         cached_tokens: int = 0,
         completion_tokens: int = 0,
-        finish_reason: str = "",
+        longest_answer: int = 0,
+        choices: int = 1,
+        finish_reasons: Sequence[str] = (),
         preemptions: int = 0,
     ) -> None:
         """Write the server span and its children, as far as the request got.
@@ -134,6 +136,9 @@ class RequestTrace:
         `queue` is [arrival, scheduled], where the request was admitted to the queue; `prefill` is [scheduled, first token], `decode`
         [first token, last token]. With `first_token_ns` when the first token was streamed, queue + prefill is the server's TTFT to the
         nanosecond. A child that the request did not get through ends with it.
+
+        Of several choices, `completion_tokens` is the sum; the first token is the first of any, and `longest_answer` says how many tokens
+        came one after the other.
         """
         tracer, self._tracer = self._tracer, None
         if tracer is None:
@@ -146,12 +151,14 @@ class RequestTrace:
             **call_attributes(names.GENERATE_SPAN, code),
             **sampling_attributes(sampling, max_tokens),
             **usage_attributes(request_id, model, prompt_tokens, completion_tokens),
-            **latency_attributes(arrival_ns, first_token_ns, last_token_ns, end_ns, completion_tokens),
+            **latency_attributes(arrival_ns, first_token_ns, last_token_ns, end_ns, longest_answer or completion_tokens),
             names.CACHED_TOKENS: cached_tokens,
             names.PREEMPTIONS: preemptions,
         }
-        if finish_reason:
-            attributes[names.FINISH_REASONS] = [finish_reason]
+        if choices != 1:
+            attributes[names.REQUEST_CHOICES] = choices
+        if finish_reasons:
+            attributes[names.FINISH_REASONS] = list(finish_reasons)
         if scheduled_ns:
             attributes[names.TIME_IN_QUEUE] = (scheduled_ns - arrival_ns) / 1e9
         if first_token_ns:

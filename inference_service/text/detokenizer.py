@@ -129,7 +129,7 @@ def byte_table(tokenizer: tokenizers.Tokenizer) -> list[bytes] | None:
         return None
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     table = [b""] * (max(vocabulary.values(), default=-1) + 2)
-    byte_of = _byte_of_character()
+    byte_of = byte_alphabet()
     for token, token_id in vocabulary.items():
         try:
             table[token_id] = bytes([byte_of[character] for character in token])
@@ -138,7 +138,7 @@ def byte_table(tokenizer: tokenizers.Tokenizer) -> list[bytes] | None:
     return table
 
 
-def _byte_of_character() -> dict[str, int]:
+def byte_alphabet() -> dict[str, int]:
     """GPT-2's byte alphabet: printable Latin-1 stands for itself, the other bytes for characters from U+0100 on."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]

@@ -11,14 +11,12 @@ from typing import Any
 
 import tokenizers
 
+from inference_service.text.added_tokens import add_tokens, tokens_by_role
 from inference_service.text.chat_template import ChatTemplate, ChatTemplateError, Message, load_chat_template
 from inference_service.text.detokenizer import ByteLevelDetokenizer, Detokenizer, WindowDetokenizer, byte_table
+from inference_service.text.tokenizer_files import TokenizerError, tokenizer_directory
 
-_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-
-
-class TokenizerError(ValueError):
-    """The model's directory has no usable tokenizer; the message names the file."""
+__all__ = ["SamplingDefaults", "Tokenizer", "TokenizerError"]
 
 
 @dataclass(frozen=True)
@@ -29,6 +27,7 @@ class SamplingDefaults:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
 
 
 class Tokenizer:
@@ -43,7 +42,8 @@ class Tokenizer:
         sampling_defaults: SamplingDefaults | None = None,
     ) -> None:
         """`special_tokens` are the tokens by role, as templates name them ("bos_token")."""
-        self._library = library
+        self.library = library
+        """The tokenizer proper."""
         self._chat_templates = chat_templates
         self._special_tokens = special_tokens
         self.eos_token_ids = list(eos_token_ids)
@@ -54,24 +54,33 @@ class Tokenizer:
 
     @classmethod
     def load(cls, model_dir: str | Path) -> Tokenizer:
-        """Read tokenizer.json and, where they exist, tokenizer_config.json, chat_template.*, generation_config.json and config.json.
+        """Read tokenizer.json (made first where there are other tokenizer files) and, where they exist, tokenizer_config.json,
+        special_tokens_map.json, added_tokens.json, chat_template.*, generation_config.json and config.json.
 
         Raises TokenizerError.
         """
         model_dir = Path(model_dir)
-        path = model_dir / "tokenizer.json"
-        if not path.is_file():
-            raise TokenizerError(f"{path}: no such file; a model directory needs the tokenizer of the `tokenizers` library")
+        directory = tokenizer_directory(model_dir)
+        path = directory / "tokenizer.json"
         try:
             library = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exceptions
             raise TokenizerError(f"{path}: {error}") from None
         library.no_truncation()
         library.no_padding()
-        special_tokens = _special_tokens(_read_json(model_dir / "tokenizer_config.json"), _read_json(model_dir / "special_tokens_map.json"))
+        tokenizer_config = _read_json(model_dir / "tokenizer_config.json")
+        # What a conversion leaves in its special_tokens_map.json is all that counts, its class's own tokens too.
+        special_tokens_map = _read_json(directory / "special_tokens_map.json")
+        special_tokens = tokens_by_role(tokenizer_config, special_tokens_map)
+        if directory == model_dir:
+            try:
+                added_tokens = _read_json(model_dir / "added_tokens.json")
+                add_tokens(library, special_tokens, tokenizer_config, special_tokens_map, added_tokens)
+            except (TypeError, ValueError, AttributeError) as error:
+                raise TokenizerError(f"{model_dir / 'tokenizer_config.json'}: the tokens that it adds cannot be read: {error}") from None
         generation_config, config = _read_json(model_dir / "generation_config.json"), _read_json(model_dir / "config.json")
         try:
-            chat_templates = load_chat_template(model_dir, _read_json(model_dir / "tokenizer_config.json"))
+            chat_templates = load_chat_template(model_dir, tokenizer_config)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise TokenizerError(f"{model_dir}: the chat template cannot be read: {error!r}") from None
         eos_token_ids = _eos_token_ids(generation_config, config, library.token_to_id(special_tokens.get("eos_token", "")))
@@ -84,13 +93,18 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The ids of a text, by default with what the tokenizer puts around it (such as a beginning-of-sequence token)."""
         # The batch form lets other threads run meanwhile; the plain one holds the interpreter, for seconds over megabytes.
-        (encoding,) = self._library.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        (encoding,) = self.library.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         return ids
 
+    def encode_word(self, word: str) -> list[list[int]]:
+        """The ids of a word with a space before it and without: how it is written within a text and at the beginning of one."""
+        word = word.removeprefix(" ")
+        return [ids for text in (word, f" {word}") if (ids := self.encode(text, add_special_tokens=False))]
+
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of ids. Ids that the tokenizer does not know have none."""
-        text: str = self._library.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        text: str = self.library.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return text
 
     def token_text(self, token_id: int) -> str:
@@ -134,20 +148,21 @@ class Tokenizer:
         table = self._visible_byte_table if skip_special_tokens else self._byte_table
         if table is not None:
             return ByteLevelDetokenizer(table)
-        return WindowDetokenizer(self._library, self._special_ids if skip_special_tokens else frozenset())
+        return WindowDetokenizer(self.library, self.special_ids if skip_special_tokens else frozenset())
 
     @cached_property
-    def _special_ids(self) -> frozenset[int]:
-        return frozenset(token_id for token_id, token in self._library.get_added_tokens_decoder().items() if token.special)
+    def special_ids(self) -> frozenset[int]:
+        """The tokens that `skip_special_tokens` leaves out."""
+        return frozenset(token_id for token_id, token in self.library.get_added_tokens_decoder().items() if token.special)
 
     @cached_property
     def _byte_table(self) -> list[bytes] | None:
-        return byte_table(self._library)
+        return byte_table(self.library)
 
     @cached_property
     def _visible_byte_table(self) -> list[bytes] | None:
         table = self._byte_table
-        return table and [b"" if token_id in self._special_ids else token for token_id, token in enumerate(table)]
+        return table and [b"" if token_id in self.special_ids else token for token_id, token in enumerate(table)]
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -161,17 +176,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _special_tokens(*sources: Mapping[str, Any]) -> dict[str, str]:
-    """The tokens by role, from the first source that has them; each is text or an object with its `content`."""
-    tokens = {}
-    for role in _SPECIAL_TOKENS:
-        token = next((source[role] for source in sources if source.get(role)), None)
-        content = token.get("content") if isinstance(token, dict) else token
-        if isinstance(content, str):
-            tokens[role] = content
-    return tokens
-
-
 def _eos_token_ids(generation_config: Mapping[str, Any], config: Mapping[str, Any], tokenizer_eos: int | None) -> list[int]:
     for source in (generation_config, config, config.get("text_config") or {}, {"eos_token_id": tokenizer_eos}):
         ids = source.get("eos_token_id")
@@ -181,9 +185,8 @@ def _eos_token_ids(generation_config: Mapping[str, Any], config: Mapping[str, An
 
 
 def _sampling_defaults(generation_config: Mapping[str, Any]) -> SamplingDefaults:
-    """Without `do_sample: false`, the values that the file gives; what it leaves out is off, whatever `transformers` would assume."""
-    if generation_config.get("do_sample") is False:
-        return SamplingDefaults()
+    """The values that the file gives; what it leaves out is off, whatever `transformers` would assume. With `do_sample: false`, the
+    penalty alone, which counts for greedy decoding too."""
 
     def given(name: str, otherwise: float) -> float:
         value = generation_config.get(name)
@@ -191,9 +194,13 @@ def _sampling_defaults(generation_config: Mapping[str, Any]) -> SamplingDefaults
             raise TokenizerError(f"generation_config.json: {name} must be a number, not {value!r}")
         return otherwise if value is None else value
 
+    penalty = float(given("repetition_penalty", 1.0))
+    if generation_config.get("do_sample") is False:
+        return SamplingDefaults(repetition_penalty=penalty)
     return SamplingDefaults(
         temperature=float(given("temperature", 1.0)),
         top_k=max(0, int(given("top_k", 0))),
         top_p=float(given("top_p", 1.0)),
         min_p=float(given("min_p", 0.0)),
+        repetition_penalty=penalty,
     )

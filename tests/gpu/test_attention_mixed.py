@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from inference_service.kernels.attention import StepLayout
-from inference_service.kernels.attention_mixed import PagedPlan, TorchPagedAttention, TritonPagedAttention
+from inference_service.kernels.attention_mixed import TorchPagedAttention, TritonPagedAttention
 from tests.gpu.test_attention import QWEN, SMOLLM, Shape, assert_near, make_cache, make_layout, make_query, reference
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -30,7 +30,8 @@ STEPS: list[tuple[list[int], list[tuple[int, int]]]] = [
 
 def run(q_THD: Tensor, kv_P2HSD: Tensor, layout: StepLayout, splits: int | None = None) -> Tensor:
     attention = TritonPagedAttention()
-    plan = attention.plan(layout, kv_P2HSD, q_THD.shape[1]) if splits is None else PagedPlan(layout, splits)
+    plan = attention.plan(layout, kv_P2HSD, q_THD.shape[1])
+    plan = plan if splits is None else replace(plan, splits=splits)
     poison = torch.full((2, *q_THD.shape), float("nan"), dtype=q_THD.dtype, device="cuda")
     del poison  # The allocator gives its memory to what comes next.
     return attention(q_THD, kv_P2HSD, plan)

@@ -9,20 +9,27 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from inference_service.config import load_config
 from inference_service.engine.step import Row, StepPlan, StepResult
 from inference_service.execution.cuda_executor import CudaExecutor
+from inference_service.execution.edits import Edits
 from inference_service.execution.executor import build_executor
+from inference_service.execution.expert_count import STEPS
+from inference_service.execution.graphs import CapturedStep
 from inference_service.execution.memory import used_bytes
 from inference_service.execution.packed_inputs import Sizes
+from inference_service.kernels.routing import TritonRouting
 from inference_service.kernels.sampling import TorchSampling
 from inference_service.messages import Sampling
 from tests.gpu.tiny import save_tiny
+from tests.unit.edits_reference import edited
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 GREEDY = Sampling(0.0, 0, 1.0, 0.0, 0)
+EDITED = replace(GREEDY, repetition_penalty=1.2, frequency_penalty=0.4, presence_penalty=0.3, logit_bias=[(5, 9.0), (8, -3.0)])
 PAGE_SIZE, PAGES_EACH, SLOTS = 64, 4, 12
 PROMPTS = [[(7 * slot + 13 * place) % 1000 for place in range(3 + 9 * slot)] for slot in range(SLOTS)]
 
@@ -30,7 +37,7 @@ PROMPTS = [[(7 * slot + 13 * place) % 1000 for place in range(3 + 9 * slot)] for
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("qwen3-moe")
-    save_tiny("qwen3-moe", path, std=0.05, spread=1.0)
+    save_tiny("qwen3-moe", path, std=0.05, spread=1.0, router=1.0)
     # Long enough for several widths of the page table.
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 8192}))
@@ -76,6 +83,25 @@ def without_graphs(executor: CudaExecutor, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(executor._graphs, "sizes", lambda step: None)
 
 
+def test_nothing_is_compiled_after_the_start(executor: CudaExecutor) -> None:
+    """The first test, so that no other has compiled what the start forgot."""
+    assert executor.compiles == 0
+    everything = Sampling(0.9, 20, 0.95, 0.01, 3)
+    for count in (1, 3, 7, SLOTS):
+        generate(executor, list(range(count)), 3)
+        generate(executor, list(range(count)), 3, sampling=everything)
+        generate(executor, list(range(count)), 3, logprobs=3, banned_ids=[1, 2])
+    for sampling in (GREEDY, Sampling(1.0, 0, 1.0, 0.0, 1), Sampling(1.0, 0, 1.0, 0.1, 1), everything):
+        mixed_steps(executor, sampling)
+    for length in (700, 999, 1024):
+        ids = [place % 1000 for place in range(length)]
+        run(executor, Row(0, 0, length, ids, list(range(1, 20)), True, GREEDY))
+        run(executor, Row(0, length, 1, [], list(range(1, 20)), True, everything, logprobs=2))
+    assert executor.compiles == 0
+    TritonRouting()(torch.zeros(1, 11, device="cuda"), 3, True)
+    assert executor.compiles == 1, "a kernel that no model has is counted"
+
+
 @pytest.mark.parametrize("count", [1, 5, 8, 11])
 def test_graphs_draw_what_eager_steps_draw(executor: CudaExecutor, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     """Within a bucket all kernels are the same; in a padded one other tiles may round a near tie otherwise, and answers then part."""
@@ -91,7 +117,7 @@ def test_graphs_draw_what_eager_steps_draw(executor: CudaExecutor, monkeypatch: 
 def test_steps_may_be_launched_ahead(executor: CudaExecutor) -> None:
     ahead, one_by_one = (generate(executor, [0, 4, 7, 9], 40, overlap=overlap) for overlap in (True, False))
     assert sum(a == b for a, b in zip(ahead, one_by_one, strict=True)) >= 3, "the experts' kernel adds in no fixed order"
-    assert len(set(map(tuple, ahead))) == 4, "each slot has its own answer"
+    assert len(set(map(tuple, ahead))) >= 3, "slots have answers of their own; all may soon repeat one token"
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(0.9, 20, 0.95, 0.01, 3)])
@@ -115,7 +141,7 @@ def count_replays(executor: CudaExecutor, monkeypatch: pytest.MonkeyPatch) -> li
     replays: list[Sizes] = []
     replay = executor._graphs.replay
 
-    def counted(sizes: Sizes, greedy: bool) -> torch.Tensor:
+    def counted(sizes: Sizes, greedy: bool) -> CapturedStep:
         replays.append(sizes)
         return replay(sizes, greedy)
 
@@ -236,10 +262,45 @@ def test_banned_ids_and_log_probabilities(executor: CudaExecutor) -> None:
     assert again.token_ids[0] == banned.token_ids[0]
 
 
+@pytest.mark.parametrize("graphs", [True, False])
+def test_pages_are_copied_before_the_step(executor: CudaExecutor, monkeypatch: pytest.MonkeyPatch, graphs: bool) -> None:
+    """A slot goes on from a copy of another's page, launched right after the step that wrote it."""
+    if not graphs:
+        without_graphs(executor, monkeypatch)
+    ids = PROMPTS[5]
+    whole = executor.launch(StepPlan([row(5, 0, ids)]))
+    copies = [(1 + 5 * PAGES_EACH, 1 + 7 * PAGES_EACH)]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        forked = executor.launch(StepPlan([row(7, len(ids) - 1, ids[-1:])], copies=copies))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert forked.wait().token_ids == whole.wait().token_ids
+    assert run(executor, row(7, len(ids), [])).token_ids == run(executor, row(5, len(ids), [])).token_ids
+
+
 def test_chunks_that_are_not_the_last_draw_nothing(executor: CudaExecutor) -> None:
     whole = run(executor, row(8, 0, PROMPTS[8])).token_ids
     assert run(executor, row(8, 0, PROMPTS[8][:40], samples=False)).token_ids == []
     assert run(executor, row(8, 40, PROMPTS[8][40:])).token_ids == whole
+
+
+def test_experts_are_counted_in_graphs(executor: CudaExecutor) -> None:
+    """Against what the layers' choices in the graph's memory say after the step."""
+    for slots in ([3], [0, 1, 2, 3, 4], list(range(11))):
+        run(executor, *(row(slot, 0, PROMPTS[slot]) for slot in slots))
+        counted = []
+        for step in range(2 * STEPS):
+            rows = [row(slot, len(PROMPTS[slot]) + step % 64, []) for slot in slots]
+            if (distinct := run(executor, *rows).distinct_experts) is not None:
+                graph = executor._graph(rows, executor._slots.measure(rows))
+                assert graph is not None
+                chosen = executor._graphs._graphs[graph, True].chosen_experts
+                each = [len(set(ids_TK[: len(slots)].flatten().tolist())) for ids_TK in chosen]
+                assert len(each) == 3 and distinct == pytest.approx(sum(each) / 3)
+                counted.append(distinct)
+        assert len(counted) == 2
+        assert counted == [4.0, 4.0] if len(slots) == 1 else all(4.0 < distinct <= 16.0 for distinct in counted)
 
 
 def test_nothing_waits_for_the_device(executor: CudaExecutor) -> None:
@@ -250,13 +311,73 @@ def test_nothing_waits_for_the_device(executor: CudaExecutor) -> None:
         [row(0, len(PROMPTS[0]) + 1, [], sampling=Sampling(0.8, 0, 0.9, 0.0, 1))],
         [row(0, len(PROMPTS[0]) + 2, []), row(1, 0, PROMPTS[1])],
         [row(0, len(PROMPTS[0]) + 3, []), *(row(slot, 0, (PROMPTS[9] * 3)[:250]) for slot in (2, 3, 4))],
+        [row(0, 0, PROMPTS[0], sampling=EDITED, history=PROMPTS[0], prompt_tokens=2, prompt_logprobs=2, next_ids=PROMPTS[0][1:])],
+        [row(0, len(PROMPTS[0]), [], sampling=EDITED, banned_ids=[1], banned_after=[(2, 3)], allowed=b"\xff" * 128, logprobs=1)],
     ]
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        tickets = [executor.launch(StepPlan(rows)) for rows in plans]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert [len(ticket.wait().token_ids) for ticket in tickets] == [1, 1, 2, 4]
+    drawn = []
+    for part in (plans[:4], plans[4:]):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            tickets = [executor.launch(StepPlan(rows)) for rows in part]
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        drawn += [len(ticket.wait().token_ids) for ticket in tickets]
+    assert drawn == [1, 1, 2, 4, 1, 1]
+
+
+def test_edits_follow_the_definition(executor: CudaExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over steps launched without a look at the ids before them: what occurred is counted, and bans are matched, on the device."""
+    slots = [0, 1, 2, 3]
+    hows = [EDITED, GREEDY, replace(EDITED, temperature=0.8, seed=3), replace(EDITED, repetition_penalty=1.0, logit_bias=[])]
+    drawn_from: list[tuple[torch.Tensor, torch.Tensor]] = []
+    apply = executor._editor.apply
+
+    def recorded(logits_NV: torch.Tensor, edits: Edits) -> torch.Tensor:
+        drawn_from.append((logits_NV, apply(logits_NV, edits)))
+        return drawn_from[-1][1]
+
+    monkeypatch.setattr(executor._editor, "apply", recorded)
+    after = [(token, (7 * token) % 1000) for token in range(1000)]
+
+    def plan(step: int) -> StepPlan:
+        """The prompts, the last two tokens of which count as output, and then decodes."""
+        rows = []
+        for slot, how in zip(slots, hows, strict=True):
+            fields: dict[str, Any] = {"sampling": how, "banned_ids": [slot, 5], "banned_after": after}
+            if not step:
+                fields |= {"history": PROMPTS[slot], "prompt_tokens": len(PROMPTS[slot]) - 2}
+            rows.append(row(slot, len(PROMPTS[slot]) + step - 1 if step else 0, [] if step else PROMPTS[slot], **fields))
+        return StepPlan(rows)
+
+    tickets = [executor.launch(plan(step)) for step in range(4)]
+    ids = [ticket.wait().token_ids for ticket in tickets]
+    for step, (given_NV, edited_NV) in enumerate(drawn_from):
+        for place, (slot, how) in enumerate(zip(slots, hows, strict=True)):
+            sequence = PROMPTS[slot] + [of_step[place] for of_step in ids[:step]]
+            prompt, output = sequence[: len(PROMPTS[slot]) - 2], sequence[len(PROMPTS[slot]) - 2 :]
+            banned = {slot, 5, (7 * sequence[-1]) % 1000}
+            expected_V = torch.tensor(edited(given_NV[place].tolist(), how, prompt, output, banned, set(range(1000))))
+            torch.testing.assert_close(edited_NV[place].float().cpu(), expected_V, rtol=1e-4, atol=1e-3)
+            assert ids[step][place] not in banned
+            if not how.temperature:
+                assert edited_NV[place].argmax().item() == ids[step][place]
+
+
+def test_prompt_logprobs_are_those_of_each_beginning(executor: CudaExecutor) -> None:
+    """In chunks; and each agrees with what is said of a token drawn after the same beginning, up to rounding in half
+    precision, which is 0.06 for logits of 16 and more."""
+    ids = PROMPTS[9][:40]
+    first = run(executor, row(9, 0, ids[:33], samples=False, prompt_logprobs=2, next_ids=ids[1:34]), row(2, 0, PROMPTS[2], logprobs=0))
+    second = run(executor, row(9, 33, ids[33:], prompt_logprobs=0, next_ids=ids[34:]))
+    assert [len(entries) for entries in (first.prompt_logprobs[0], second.prompt_logprobs[0])] == [33, 6]
+    assert len(first.token_ids) == len(second.token_ids) == 1 and first.logprobs[0] is not None
+    for length in (1, 7, 33, 36):
+        drawn = run(executor, row(9, 0, ids[:length], logprobs=20)).logprobs[0]
+        entry = (first.prompt_logprobs[0] + second.prompt_logprobs[0])[length - 1]
+        assert drawn is not None
+        assert entry.top == pytest.approx(drawn.top[: len(entry.top)], abs=0.2)
+        if ids[length] in drawn.top_ids:
+            assert entry.chosen == pytest.approx(drawn.top[drawn.top_ids.index(ids[length])], abs=0.2)
 
 
 def test_the_pool_takes_what_memory_is_left(model_dir: Path) -> None:

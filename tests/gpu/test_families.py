@@ -16,7 +16,7 @@ from inference_service.execution.cuda_executor import CudaExecutor
 from inference_service.execution.executor import build_executor
 from inference_service.execution.packed_inputs import device_fields
 from inference_service.messages import Sampling
-from tests.gpu.tiny import reference_logits, save_tiny
+from tests.gpu.tiny import FAMILIES, reference_logits, save_tiny
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -48,11 +48,11 @@ class Case:
         expected, rounded = self.expected_BTV[:, first:last].argmax(-1), self.rounded_BTV[:, first:last].argmax(-1)
         ours, theirs = (float((ids.to(expected.device) == expected).float().mean()) for ids in (ids_BT, rounded))
         print(f"top-1 agreement {ours:.4f}, of transformers in bfloat16 {theirs:.4f}, over {expected.numel()} positions")
-        # Two roundings of one near tie may fall either way: where transformers itself does not reach 99 %, we may not either.
-        assert ours >= min(0.99, theirs - 0.003) - 2 / expected.numel()
+        # Of a few positions, two more: one near tie must not decide.
+        assert ours >= 0.99 - (0 if expected.numel() >= 2000 else 2 / expected.numel())
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3-moe"])
+@pytest.fixture(scope="module", params=FAMILIES)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
     model_dir: Path = tmp_path_factory.mktemp(request.param)
     save_tiny(request.param, model_dir)

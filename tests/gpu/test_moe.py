@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from inference_service.kernels import flashinfer_moe
+from inference_service.kernels.expert_tactics import expert_tactics
 from inference_service.kernels.routing import TorchRouting, TritonRouting
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -129,6 +130,22 @@ def test_in_a_cuda_graph(backend: str, tokens: int) -> None:
             y.fill_(float("nan"))
             graph.replay()
             assert error(y, reference(shape, x, *TorchRouting()(logits, top_k, True))) < 1e-2
+
+
+def test_tuned_kernels_are_right() -> None:
+    shape = "qwen3-30b-a3b"
+    experts, _, _, top_k = SHAPES[shape]
+    moe, tactics = flashinfer_moe.CutlassMoe(), expert_tactics()
+    tuned = tactics.tune(lambda x, ids, scales: moe(x, *weights(shape), ids, scales), weights(shape)[1][0, :, 0], experts, top_k, 16)
+    assert list(tuned) == [16] and all(len(valid) > 1 for valid in tactics.valid.values())
+    tactics.use(tuned)
+    try:
+        for tokens in (12, 16, 300):
+            x, ids, scales = inputs(shape, tokens)
+            poison(x)
+            assert error(moe(x, *weights(shape), ids, scales), reference(shape, x, ids, scales)) < 1e-2
+    finally:
+        tactics.use({})
 
 
 def test_the_own_kernels_give_equal_bits() -> None:

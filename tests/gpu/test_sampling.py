@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from inference_service.kernels.flashinfer_sampling import FlashInferSampling
 from inference_service.kernels.sampling import TorchSampling, TritonSampling, gumbel
 from inference_service.messages import Sampling
 from tests.unit.test_sampling import LOGITS, chi_square, exact
@@ -77,19 +78,20 @@ def test_the_noise_is_the_reference_s() -> None:
         (1.0, 500, 1.0, 0.0, 12),
     ],
 )
-def test_draws_follow_the_exact_distribution(temperature: float, top_k: int, top_p: float, min_p: float, left: int) -> None:
-    """The tokens that count lie far apart in a vocabulary of the real size; the others are out of reach."""
-    count, places = 20_000, torch.arange(12) * 12_345 + 77
-    row = torch.full((1, VOCABULARY), -1e4)
-    row[0, places] = LOGITS
-    logits = row.cuda().expand(count, -1)
+@pytest.mark.parametrize(("make", "vocabulary"), [(TritonSampling, VOCABULARY), (FlashInferSampling, 5003)])
+def test_draws_follow_the_exact_distribution(
+    make: type[TritonSampling], vocabulary: int, temperature: float, top_k: int, top_p: float, min_p: float, left: int
+) -> None:
+    """The tokens that count lie far apart in a large vocabulary; the others are out of reach."""
+    count, (row, places) = 20_000, apart(vocabulary)
+    logits = row.expand(count, -1)
 
     def column(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.full((count,), value, dtype=dtype, device="cuda")
 
     filters = column(temperature), column(top_k, torch.int32), column(top_p), column(min_p)
-    drawn = TritonSampling().sample_padded(logits, *filters, column(7, torch.int64), torch.arange(count, device="cuda", dtype=torch.int32))
-    counts = drawn.cpu().bincount(minlength=VOCABULARY)
+    drawn = make().sample_padded(logits, *filters, column(7, torch.int64), torch.arange(count, device="cuda", dtype=torch.int32))
+    counts = drawn.cpu().bincount(minlength=vocabulary)
     assert counts.sum() == counts[places].sum()
     probabilities = torch.tensor(exact(LOGITS.tolist(), Sampling(temperature, top_k, top_p, min_p, 7)))
     possible = probabilities > 0
@@ -97,6 +99,58 @@ def test_draws_follow_the_exact_distribution(temperature: float, top_k: int, top
     assert counts[places][~possible].sum() == 0
     if left > 1:
         assert chi_square(counts[places][possible], probabilities[possible]) > 1e-4
+
+
+def apart(vocabulary: int) -> tuple[Tensor, Tensor]:
+    """LOGITS in one row of a large vocabulary, the rest of which is out of reach, and where they are."""
+    places = torch.arange(12) * (vocabulary // 13) + 77
+    row = torch.full((1, vocabulary), -1e4)
+    row[0, places] = LOGITS
+    return row.cuda(), places
+
+
+def by_sorting(probabilities_V: Tensor, count: int, top_k: int, top_p: float, min_p: float) -> Tensor:
+    """Draws from what is left when the sorted probabilities are cut: the plain way."""
+    ordered, ids = probabilities_V.sort(descending=True)
+    ordered[top_k or len(ordered) :] = 0
+    ordered[ordered.cumsum(0) - ordered >= top_p * ordered.sum()] = 0
+    ordered[ordered < min_p * ordered[0]] = 0
+    return ids[ordered.multinomial(count, replacement=True)]
+
+
+@pytest.mark.parametrize(("top_k", "top_p", "min_p"), [(5, 1.0, 0.0), (0, 0.8, 0.0), (0, 1.0, 0.2), (8, 0.9, 0.0)])
+def test_flashinfer_s_own_draws_follow_the_exact_distribution_and_that_of_sorting(top_k: int, top_p: float, min_p: float) -> None:
+    """Their seed is one for a batch, so that no request can rely on it; hence our noise. What they keep is what we keep."""
+    from flashinfer import sampling
+
+    torch.manual_seed(0)
+    count, (row, places) = 50_000, apart(VOCABULARY)
+    p, same_row = row.softmax(-1), torch.zeros(count, dtype=torch.int32, device="cuda")
+    if min_p:
+        drawn = sampling.min_p_sampling_from_probs(p, min_p, indices=same_row)
+    elif top_k and top_p < 1:
+        drawn = sampling.top_k_top_p_sampling_from_probs(p, top_k, top_p, indices=same_row)
+    elif top_k:
+        drawn = sampling.top_k_sampling_from_probs(p, top_k, indices=same_row)
+    else:
+        drawn = sampling.top_p_sampling_from_probs(p, top_p, indices=same_row)
+    theirs = drawn.long().cpu().bincount(minlength=VOCABULARY)[places]
+    sorted_s = by_sorting(p[0], count, top_k, top_p, min_p).cpu().bincount(minlength=VOCABULARY)[places]
+    probabilities = torch.tensor(exact(LOGITS.tolist(), Sampling(1.0, top_k, top_p, min_p, 7)))
+    possible = probabilities > 0
+    assert theirs[possible].sum() == sorted_s[possible].sum() == count
+    assert chi_square(theirs[possible], probabilities[possible]) > 1e-4
+    assert chi_square(sorted_s[possible], probabilities[possible]) > 1e-4
+    # Of two samples of one size: (a - b)^2 / (a + b) sums to chi-square.
+    statistic = ((theirs - sorted_s)[possible].double() ** 2 / (theirs + sorted_s)[possible]).sum()
+    assert float(torch.special.gammaincc((possible.sum() - 1).double() / 2, statistic / 2)) > 1e-4
+
+
+def test_flashinfer_filters_draw_what_the_reference_draws() -> None:
+    logits, how = logits_of(64, 20_000), rows_of(64, 20_000)
+    drawn = FlashInferSampling().sample_padded(logits, **how)
+    assert (drawn.dtype, drawn.shape) == (torch.int64, (64,))
+    assert agreement(drawn, TorchSampling().sample_padded(logits, **how)) >= 0.95, "a token at a filter's edge may fall either way"
 
 
 def test_filters_keep_the_same_tokens_at_the_real_size() -> None:
@@ -139,9 +193,10 @@ def test_a_draw_depends_on_its_row_alone() -> None:
         assert torch.equal(alone, together[row : row + 1])
 
 
-def test_in_a_cuda_graph() -> None:
+@pytest.mark.parametrize("make", [TritonSampling, FlashInferSampling])
+def test_in_a_cuda_graph(make: type[TritonSampling]) -> None:
     """Captured once, replayed on other logits and other parameters."""
-    sampling, logits, how = TritonSampling(), logits_of(12).to(torch.bfloat16), rows_of(12)
+    sampling, logits, how = make(), logits_of(12).to(torch.bfloat16), rows_of(12)
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
         sampling.sample_padded(logits, **how)

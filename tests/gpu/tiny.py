@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,25 +21,36 @@ COMMON: dict[str, Any] = {
 }
 
 
-def make_config(family: str) -> transformers.PretrainedConfig:
-    if family == "llama":
-        return transformers.LlamaConfig(**COMMON, intermediate_size=768)
-    return transformers.Qwen3MoeConfig(
-        **COMMON, intermediate_size=768, num_experts=16, num_experts_per_tok=4, moe_intermediate_size=256, norm_topk_prob=True
-    )
+MLP: dict[str, Any] = {"intermediate_size": 768}
+EXPERTS: dict[str, Any] = {"moe_intermediate_size": 256, "num_experts_per_tok": 4}
+FAMILIES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
+    "llama": lambda: transformers.LlamaConfig(**COMMON, **MLP),
+    "mixtral": lambda: transformers.MixtralConfig(**COMMON, intermediate_size=256, num_local_experts=8),
+    "olmo2": lambda: transformers.Olmo2Config(**COMMON, **MLP),
+    "phi3": lambda: transformers.Phi3Config(**COMMON, **MLP, pad_token_id=0),
+    "qwen2": lambda: transformers.Qwen2Config(**COMMON, **MLP),
+    "qwen2-moe": lambda: transformers.Qwen2MoeConfig(
+        **(COMMON | MLP | EXPERTS | {"num_experts": 12, "shared_expert_intermediate_size": 1024, "num_key_value_heads": 16})
+    ),
+    "qwen3": lambda: transformers.Qwen3Config(**COMMON, **MLP),
+    "qwen3-moe": lambda: transformers.Qwen3MoeConfig(**COMMON, **MLP, **EXPERTS, num_experts=16, norm_topk_prob=True),
+}
 
 
-def save_tiny(family: str, model_dir: Path, std: float = 0.03, spread: float = 2.5) -> None:
+def save_tiny(family: str, model_dir: Path, std: float = 0.02, spread: float = 2.5, router: float = 8.0) -> None:
     """Write a bfloat16 checkpoint with weights of `std` and norms near 1.
 
-    The rows of the LM head are of unlike length, so that the best logit seldom has a rival within rounding.
+    The rows of the LM head are of unlike length, so that the best logit seldom has a rival within rounding; and routers' weights are
+    `router` times as large, so that the last of the chosen experts, which rounding may exchange for another, weighs little. With both,
+    transformers in bfloat16 has the best token of float32 at 99.7 % of all positions; without, at 98.7 %, and so would nobody reach 99 %.
     """
     torch.manual_seed(0)
     models: Any = transformers.AutoModelForCausalLM
-    model = models.from_config(make_config(family), dtype=torch.float32)
+    model = models.from_config(FAMILIES[family](), dtype=torch.float32)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             weight.normal_(1.0, 0.1) if name.endswith("norm.weight") else weight.normal_(0.0, std)
+            weight.mul_(router if name.endswith("mlp.gate.weight") else 1.0)
         head = model.lm_head.weight
         head.mul_((spread * torch.randn(len(head), 1)).exp())
     model.to(torch.bfloat16).save_pretrained(model_dir)

@@ -127,6 +127,32 @@ def test_logprobs_come_one_a_token(stub: InferenceServiceStub) -> None:
     assert not any(delta.logprobs for delta in deltas)
 
 
+def test_prompt_logprobs_come_with_accepted(stub: InferenceServiceStub) -> None:
+    """Aligned with the prompt's tokens, and of all of them, though they take two steps, and the cache has them after the first time."""
+    prompt = list(range(5000, 5000 + 1500))
+    for _ in range(2):
+        accepted, deltas, _ = collect(stub, request(prompt, 2, output=pb.OutputOptions(prompt_logprobs=1)))
+        assert accepted.cached_tokens == 0
+        assert len(accepted.prompt_logprobs) == len(prompt) and accepted.prompt_logprobs[0] == pb.TokenLogprobs()
+        assert [entry.chosen.token_id for entry in accepted.prompt_logprobs[1:]] == prompt[1:]
+        assert all(len(entry.top) == 1 for entry in accepted.prompt_logprobs[1:]) and not any(delta.logprobs for delta in deltas)
+    accepted, _, _ = collect(stub, request(prompt, 2))
+    assert not accepted.prompt_logprobs and accepted.cached_tokens > 0
+    accepted, _, _ = collect(stub, request([5], 2, output=pb.OutputOptions(prompt_logprobs=1)))
+    assert list(accepted.prompt_logprobs) == [pb.TokenLogprobs()]
+
+
+def test_bad_words_are_banned_as_tokens(stub: InferenceServiceStub) -> None:
+    """With a space before them or without, in one token or several, and also where the first of these are the prompt's."""
+    texts = [stub.Detokenize(pb.DetokenizeRequest(token_ids=ids)).text for ids in ([1003], [1005, 1006], [1008, 1009])]
+    assert texts == [" return", "ized dist", " progiron"]
+    words = pb.SamplingParams(bad_words=["return", "ized dist", "progiron"])
+    _, deltas, _ = collect(stub, request([1000], 8, sampling=words))
+    assert [i for delta in deltas for i in delta.token_ids] == [1001, 1002, 1004, 1005, 1007, 1008, 1010, 1011]
+    _, deltas, _ = collect(stub, request([1005], 1, sampling=words))
+    assert list(deltas[0].token_ids) == [1007]
+
+
 def test_absent_max_tokens_fills_the_context(stub: InferenceServiceStub) -> None:
     _, deltas, finished = collect(stub, request([10] * (CONTEXT - 7)))
     assert sum(len(delta.token_ids) for delta in deltas) == 7 and finished.reason == pb.FINISH_REASON_LENGTH
@@ -182,7 +208,20 @@ INVALID = [
     ("sampling.top_p", request([5], sampling=pb.SamplingParams(top_p=0))),
     ("sampling.top_p", request([5], sampling=pb.SamplingParams(top_p=1.5))),
     ("sampling.min_p", request([5], sampling=pb.SamplingParams(min_p=-1))),
+    ("sampling.repetition_penalty", request([5], sampling=pb.SamplingParams(repetition_penalty=0))),
+    ("sampling.repetition_penalty", request([5], sampling=pb.SamplingParams(repetition_penalty=float("inf")))),
+    ("sampling.frequency_penalty", request([5], sampling=pb.SamplingParams(frequency_penalty=2.1))),
+    ("sampling.presence_penalty", request([5], sampling=pb.SamplingParams(presence_penalty=float("nan")))),
+    ("sampling.logit_bias", request([5], sampling=pb.SamplingParams(logit_bias={VOCAB: 1.0}))),
+    ("sampling.logit_bias", request([5], sampling=pb.SamplingParams(logit_bias={3: -100.5}))),
+    ("sampling.logit_bias", request([5], sampling=pb.SamplingParams(logit_bias={3: float("nan")}))),
+    ("sampling.logit_bias", request([5], sampling=pb.SamplingParams(logit_bias=dict.fromkeys(range(1025), 1.0)))),
+    ("sampling.bad_words", request([5], sampling=pb.SamplingParams(bad_words=["x"] * 129))),
+    ("sampling.bad_words", request([5], sampling=pb.SamplingParams(bad_words=["x", ""]))),
+    ("sampling.bad_words", request([5], sampling=pb.SamplingParams(bad_words=["x" * 129]))),
     ("sampling.n", request([5], sampling=pb.SamplingParams(n=0))),
+    ("sampling.n", request([5], sampling=pb.SamplingParams(n=17))),
+    ("cache_salt", request([5], cache_salt="x" * 129)),
     ("stopping.max_tokens", request([5], 0)),
     ("stopping.max_tokens", request([5], CONTEXT)),
     ("stopping.min_tokens", request([5], stopping=pb.StopConditions(max_tokens=3, min_tokens=4))),
@@ -192,18 +231,9 @@ INVALID = [
     ("stopping.stop_token_ids", request([5], stopping=pb.StopConditions(stop_token_ids=range(129)))),
     ("stopping.stop_token_ids", request([5], stopping=pb.StopConditions(stop_token_ids=[VOCAB]))),
     ("output.logprobs", request([5], output=pb.OutputOptions(logprobs=21))),
-]
-NOT_IMPLEMENTED = [
-    ("sampling.n", request([5], sampling=pb.SamplingParams(n=2))),
-    ("sampling.repetition_penalty", request([5], sampling=pb.SamplingParams(repetition_penalty=1.1))),
-    ("sampling.frequency_penalty", request([5], sampling=pb.SamplingParams(frequency_penalty=0.5))),
-    ("sampling.presence_penalty", request([5], sampling=pb.SamplingParams(presence_penalty=0.5))),
-    ("sampling.logit_bias", request([5], sampling=pb.SamplingParams(logit_bias={1: 1.0}))),
-    ("sampling.bad_words", request([5], sampling=pb.SamplingParams(bad_words=["x"]))),
-    ("output.prompt_logprobs", request([5], output=pb.OutputOptions(prompt_logprobs=0))),
-    ("structured_output", request([5], structured_output=pb.StructuredOutput(regex="a*"))),
-    ("priority", request([5], priority=1)),
-    ("cache_salt", request([5], cache_salt="x")),
+    ("structured_output", request([5], structured_output=pb.StructuredOutput())),
+    ("structured_output.regex", request([5], structured_output=pb.StructuredOutput(regex=""))),
+    ("output.prompt_logprobs", request([5], output=pb.OutputOptions(prompt_logprobs=21))),
 ]
 NOT_FOUND = [("model", request([5], model="gpt-5")), ("adapter", request([5], adapter="x"))]
 
@@ -212,7 +242,6 @@ NOT_FOUND = [("model", request([5], model="gpt-5")), ("adapter", request([5], ad
     ("code", "field", "made"),
     [
         *((grpc.StatusCode.INVALID_ARGUMENT, field, made) for field, made in INVALID),
-        *((grpc.StatusCode.UNIMPLEMENTED, field, made) for field, made in NOT_IMPLEMENTED),
         *((grpc.StatusCode.NOT_FOUND, field, made) for field, made in NOT_FOUND),
     ],
 )
@@ -225,7 +254,7 @@ def test_bad_requests_name_the_field(stub: InferenceServiceStub, code: grpc.Stat
     assert detail(error, error_details_pb2.ErrorInfo).domain == "inference.v1"
 
 
-def test_neutral_values_of_fields_to_come_are_accepted(stub: InferenceServiceStub) -> None:
+def test_neutral_values_are_accepted(stub: InferenceServiceStub) -> None:
     neutral = pb.SamplingParams(n=1, repetition_penalty=1, frequency_penalty=0, presence_penalty=0)
     assert collect(stub, request([5], 1, sampling=neutral, model="smollm2-135m-instruct"))
 

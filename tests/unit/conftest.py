@@ -3,8 +3,24 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from typing import Any
 
+import pytest
 import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture
+def loop_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton 3.6 makes bounds of loops from arrays of one element, which numpy from 2.4 on refuses to take for a number."""
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    patch: Callable[[Any, Any], None] = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)

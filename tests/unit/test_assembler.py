@@ -104,7 +104,7 @@ def test_other_decoders_keep_the_rule(ids: list[int], stop: list[str], cuts: lis
 
 
 def ids_of(*tokens: str) -> list[int]:
-    return [token_id for token in tokens if (token_id := BYTE_LEVEL._library.token_to_id(token)) is not None]
+    return [token_id for token in tokens if (token_id := BYTE_LEVEL.library.token_to_id(token)) is not None]
 
 
 def test_text_before_the_stop_in_the_same_token_is_sent_without_the_id() -> None:

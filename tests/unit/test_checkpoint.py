@@ -103,6 +103,12 @@ def add_to_index(model_dir: Path) -> None:
         (lambda d: rewrite(d, lambda c: c.update({"b.weight": torch.zeros(5)})), ["model-2.safetensors", "b.weight", "(5,)", "(3,)"]),
         (truncate, ["model-2.safetensors", "cut off within", ".weight"]),
         (truncate_header, ["model-2.safetensors", "header"]),
+        (lambda d: (d / "model-2.safetensors").write_bytes(b""), ["model-2.safetensors", "header"]),
+        # What a repository has in a file's place until large files are pulled.
+        (
+            lambda d: (d / "model-2.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n"),
+            ["model-2.safetensors", "header"],
+        ),
         (add_to_index, ["model-1.safetensors", "d.weight", "index.json"]),
         (lambda d: (d / "model-1.safetensors").unlink(), ["model-1.safetensors", "No such file"]),
         (lambda d: (d / "model.safetensors.index.json").write_text("[]"), ["model.safetensors.index.json"]),

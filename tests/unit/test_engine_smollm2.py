@@ -1,6 +1,6 @@
 """SmolLM2 in float32 through scheduler and executor: greedy text is that of `transformers`, whatever the engine does on the way.
 
-Each case also asserts that what it is about has happened: batches, chunks, cache hits, preemptions.
+Each case also asserts that what it is about has happened: batches, chunks, cache hits, copies, preemptions.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from inference_service.config import Batch, Cache, Config, Model
 from inference_service.engine.kv_pages import KvPages
@@ -19,6 +20,7 @@ from inference_service.engine.step import StepPlan, Ticket
 from inference_service.execution.executor import build_executor
 from inference_service.fetch import resolve_model
 from inference_service.messages import Sampling, Submit
+from inference_service.rpc.forks import fork
 from inference_service.text.tokenizer import Tokenizer
 
 NEW_TOKENS = 64
@@ -55,6 +57,8 @@ class Run:
     cached: dict[int, int] = field(default_factory=dict)
     plans: list[tuple[int, int, int]] = field(default_factory=list)
     """Of each step: decode rows, prefill rows, rows that are chunks of a longer prefill."""
+    prefill_tokens: int = 0
+    copies: int = 0
     preemptions: int = 0
 
 
@@ -78,6 +82,8 @@ class Engine:
             launched = (step, self.executor.launch(step.plan)) if step else None
             if step:
                 run.plans.append(shape(step.plan))
+                run.prefill_tokens += sum(len(row.token_ids) for row in step.plan.rows)
+                run.copies += len(step.plan.copies)
             if in_flight:
                 for _, output in self.scheduler.update(in_flight[0], in_flight[1].wait()):
                     run.answers[output.key] += output.token_ids
@@ -189,3 +195,46 @@ def test_a_seed_gives_the_same_text_alone_and_in_any_batch(engine: MakeEngine, p
     run = batched.run([*others[:5], *submits, *others[5:]])
     assert [run.answers[key] for key in range(len(seeds))] == single
     assert max(decodes for decodes, _, _ in run.plans) > 5
+
+
+CHOICES, CHOICE_TOKENS = 3, 12
+
+
+@pytest.fixture(scope="module")
+def choices(prompts: list[list[int]]) -> list[Submit]:
+    """Two requests of several choices each; the prompts end within a page, and at the end of one."""
+    submits = []
+    for place, prompt in enumerate((prompts[0][:37], prompts[9][:48])):
+        first = Submit(place * CHOICES, prompt, Sampling(1.0, 0, 0.95, 0.0, seed=9), CHOICE_TOKENS, 0, [], -1, 1, 0)
+        submits += [first, *fork(first, range(first.key + 1, first.key + CHOICES))]
+    return submits
+
+
+@pytest.fixture(scope="module")
+def chosen(model_dir: Path, choices: list[Submit]) -> dict[int, list[int]]:
+    """What each choice answers as a request of its own, alone."""
+    engine = Engine(model_dir, Batch(max_requests=1), Cache(memory_gib=0.25, prefix=False))
+    answers = engine.run([replace(submit, fork_of=-1) for submit in choices]).answers
+    engine.close()
+    assert len(set(map(tuple, answers.values()))) == len(answers), "choices that are drawn differ"
+    return answers
+
+
+@pytest.mark.parametrize(("page_size", "prefix"), [(1, True), (16, False), (16, True), (100, False)])
+def test_choices(engine: MakeEngine, choices: list[Submit], chosen: dict[int, list[int]], page_size: int, prefix: bool) -> None:
+    run = engine(Batch(max_step_tokens=32), Cache(memory_gib=0.25, page_size=page_size, prefix=prefix)).run(choices)
+    assert run.answers == chosen
+    assert run.prefill_tokens == sum(len(first.token_ids) + CHOICES - 1 for first in choices[::CHOICES])
+    assert run.copies == (0 if page_size == 1 else 2 * (CHOICES - 1)) and run.preemptions == 0
+
+
+def test_choices_under_preemption(engine: MakeEngine, choices: list[Submit], chosen: dict[int, list[int]]) -> None:
+    pages = -(-max(len(submit.token_ids) + CHOICE_TOKENS for submit in choices) // 4)
+    run = engine(cache=Cache(pages=2 * pages, page_size=4, prefix=False)).run(choices)
+    assert run.answers == chosen and run.preemptions > 0
+
+
+def test_greedy_choices_are_equal(engine: MakeEngine, prompts: list[list[int]], expected: list[list[int]]) -> None:
+    first = greedy(prompts[:1], tokens=16)[0]
+    run = engine(cache=Cache(memory_gib=0.25, prefix=False)).run([first, *fork(first, [1, 2])])
+    assert list(run.answers.values()) == [expected[0][:16]] * 3

@@ -62,7 +62,7 @@ def executor(model_dir: Path) -> Iterator[Executor]:
 def row(slot: int, start: int, ids: list[int], **fields: Any) -> Row:
     """A prefill of `ids`, or a decode where there are none."""
     settings: dict[str, Any] = {"samples": True, "sampling": GREEDY} | fields
-    pages = list(range(slot * PAGES_EACH, (slot + 1) * PAGES_EACH))
+    pages = settings.pop("pages", list(range(slot * PAGES_EACH, (slot + 1) * PAGES_EACH)))
     return Row(slot, start, len(ids) or 1, ids, pages, **settings)
 
 
@@ -125,6 +125,16 @@ def test_chunks_that_are_not_the_last_draw_nothing(executor: Executor) -> None:
     assert len(mixed.token_ids) == len(mixed.logprobs) == 2
     assert run(executor, row(2, 8, PROMPTS[2][8:])).token_ids == whole
     assert [first[0], mixed.token_ids[0]] == generate(executor, [0], 2)[0]
+
+
+def test_pages_are_copied_before_anything_else(executor: Executor) -> None:
+    """Slot 1 goes on from slot 0's first page and a copy of its second one, which the same step writes, and copies to as well."""
+    ids = PROMPTS[2]
+    expected = run(executor, row(0, 0, ids)).token_ids
+    fork = row(1, 7, ids[7:], pages=[0, PAGES_EACH, PAGES_EACH + 1])
+    copies = [(1, PAGES_EACH), (2 * PAGES_EACH, 1), (3 * PAGES_EACH, 2 * PAGES_EACH)]
+    result = executor.launch(StepPlan([fork, row(0, 4, [9, 8, 7, 6])], copies)).wait()
+    assert result.token_ids[0] == expected[0]
 
 
 def test_banned_ids_give_way_to_the_next_best(executor: Executor, model_dir: Path) -> None:

@@ -1,71 +1,177 @@
-"""Every FlashInfer function that `kernels/` calls exists, and takes the arguments that it is given. FlashInfer imports without a GPU."""
+"""Every call of FlashInfer in `kernels/` fits the FlashInfer that ran on the GPU, and a newer one: read in their wheels, not imported."""
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
+import subprocess
+import sys
+from dataclasses import dataclass
+from functools import cache
+from inspect import Parameter, Signature
+from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import pytest
 
-pytest.importorskip("flashinfer")
+from inference_service import kernels
+from inference_service.execution.tuning import cache_directory
+from inference_service.kernels import support
+from inference_service.kernels.flashinfer_paged import Fa2Decode, Fa2Prefill, Fa3Prefill
+from inference_service.kernels.versions import at_least
 
-CALLS = [
-    (
-        "decode",
-        "xqa_batch_decode_with_kv_cache",
-        ["query", "kv_cache", "workspace_buffer", "block_tables", "seq_lens", "max_seq_len"],
-        ["bmm1_scale", "bmm2_scale", "out", "kv_layout"],
-    ),
-    ("prefill", "BatchPrefillWithPagedKVCacheWrapper", ["float_workspace_buffer", "kv_layout"], ["backend"]),
-    (
-        "prefill",
-        "BatchPrefillWithPagedKVCacheWrapper.plan",
-        [
-            "self",
-            "qo_indptr",
-            "paged_kv_indptr",
-            "paged_kv_indices",
-            "paged_kv_last_page_len",
-            "num_qo_heads",
-            "num_kv_heads",
-            "head_dim_qk",
-            "page_size",
-        ],
-        ["causal", "q_data_type", "kv_data_type", "seq_lens", "max_token_per_sequence"],
-    ),
-    ("prefill", "BatchPrefillWithPagedKVCacheWrapper.run", ["self", "q", "paged_kv_cache"], ["out"]),
-    (
-        "prefill",
-        "trtllm_fmha_v2_prefill",
-        [
-            "qkv",
-            "input_layout",
-            "workspace_buffer",
-            "seq_lens",
-            "max_q_len",
-            "max_kv_len",
-            "bmm1_scale",
-            "bmm2_scale",
-            "batch_size",
-            "cum_seq_lens_q",
-            "cum_seq_lens_kv",
-        ],
-        ["block_tables", "out", "mask_mode"],
-    ),
-    ("norm", "rmsnorm", ["input", "weight", "eps"], []),
-    ("norm", "fused_add_rmsnorm", ["input", "residual", "weight", "eps"], []),
-    ("activation", "silu_and_mul", ["input"], []),
-]
+OLDEST, NEWEST = "0.6.13", "0.7.4"
+WRAPPER = "prefill.BatchPrefillWithPagedKVCacheWrapper"
+Definition = ast.FunctionDef | ast.ClassDef
 
 
-@pytest.mark.parametrize(("module", "name", "positional", "keywords"), CALLS, ids=[f"{call[0]}.{call[1]}" for call in CALLS])
-def test_the_arguments_that_are_given_fit(module: str, name: str, positional: list[str], keywords: list[str]) -> None:
-    function: Any = importlib.import_module(f"flashinfer.{module}")
-    for part in name.split("."):
-        function = getattr(function, part)
-    parameters = inspect.signature(function).parameters
-    assert list(parameters)[: len(positional)] == positional
-    assert set(keywords) <= set(parameters)
-    demanded = {key for key, parameter in parameters.items() if parameter.default is parameter.empty and parameter.kind.name[:3] != "VAR"}
-    assert demanded <= {*positional, *keywords}
+@dataclass(frozen=True)
+class Call:
+    """A call in `kernels/`: of which function of FlashInfer, with how many positional arguments, and which keywords."""
+
+    function: str
+    positional: int
+    keywords: tuple[str, ...]
+    texts: tuple[tuple[str, str], ...]
+    """Keywords that are given a constant text, such as the name of a backend."""
+
+
+@cache
+def wheel(version: str) -> ZipFile:
+    """FlashInfer's wheel, downloaded once."""
+    folder = cache_directory().parent / "wheels"
+    pattern = f"flashinfer_python-{version}-*.whl"
+    if not any(folder.glob(pattern)):
+        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "-d", str(folder)]
+        done = subprocess.run([*command, f"flashinfer-python=={version}"], capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"FlashInfer {version} is not here, and cannot be downloaded: {done.stderr.strip().splitlines()[-1:]}")
+    return ZipFile(next(folder.glob(pattern)))
+
+
+@cache
+def tree(version: str, module: str) -> tuple[ast.Module, bool]:
+    """A module of FlashInfer, and whether it is a package."""
+    path = "/".join(["flashinfer", *module.split(".")] if module else ["flashinfer"])
+    names = set(wheel(version).namelist())
+    package = f"{path}/__init__.py" in names
+    return ast.parse(wheel(version).read(f"{path}/__init__.py" if package else f"{path}.py")), package
+
+
+def find(version: str, module: str, name: str) -> Definition:
+    """A function or class, wherever the module has it from; of overloads the one that is run, which is the last."""
+    parsed, package = tree(version, module)
+    definitions = [node for node in parsed.body if isinstance(node, Definition) and node.name == name]
+    if definitions:
+        return definitions[-1]
+    for node in ast.walk(parsed):
+        if isinstance(node, ast.ImportFrom) and any((alias.asname or alias.name) == name for alias in node.names):
+            original = next(alias.name for alias in node.names if (alias.asname or alias.name) == name)
+            parts = ["flashinfer", *filter(None, module.split("."))]
+            parent = parts[: len(parts) + package - node.level] if node.level else []
+            return find(version, ".".join([*parent, *filter(None, [node.module])]).removeprefix("flashinfer."), original)
+    raise AssertionError(f"FlashInfer {version} has no {module}.{name}")
+
+
+def function(version: str, path: str) -> ast.FunctionDef:
+    """By its path within the package, such as norm.rmsnorm; a class stands for what makes it."""
+    module, _, name = path.rpartition(".")
+    if module in (WRAPPER, "jit.core.JitSpec", "autotuner.AutoTuner"):
+        module, _, owner = module.rpartition(".")
+        found = find(version, module, owner)
+    else:
+        found, name = find(version, module, name), "__init__"
+    if isinstance(found, ast.FunctionDef):
+        return found
+    return [node for node in found.body if isinstance(node, ast.FunctionDef) and node.name == name][-1]
+
+
+def signature(definition: ast.FunctionDef) -> Signature:
+    """Of the arguments after `self`."""
+    given = definition.args
+    places = [*given.posonlyargs, *given.args]
+    required = len(places) - len(given.defaults)
+    parameters = [
+        Parameter(place.arg, Parameter.POSITIONAL_OR_KEYWORD, default=Parameter.empty if index < required else None)
+        for index, place in enumerate(places)
+        if place.arg != "self"
+    ]
+    parameters += [Parameter(given.vararg.arg, Parameter.VAR_POSITIONAL)] if given.vararg else []
+    parameters += [
+        Parameter(keyword.arg, Parameter.KEYWORD_ONLY, default=Parameter.empty if default is None else None)
+        for keyword, default in zip(given.kwonlyargs, given.kw_defaults, strict=True)
+    ]
+    parameters += [Parameter(given.kwarg.arg, Parameter.VAR_KEYWORD)] if given.kwarg else []
+    return Signature(parameters)
+
+
+def calls() -> set[Call]:
+    """What `kernels/` calls by its full name, and of the wrapper, by that name."""
+    found = set()
+    for file in Path(next(iter(kernels.__path__))).glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                root, _, path = ast.unparse(node.func).partition(".")
+                if root in ("flashinfer", "wrapper"):
+                    keywords = tuple(str(keyword.arg) for keyword in node.keywords)
+                    constants = [(str(k.arg), k.value.value) for k in node.keywords if isinstance(k.value, ast.Constant)]
+                    texts = tuple((name, value) for name, value in constants if isinstance(value, str))
+                    found.add(Call(path if root == "flashinfer" else f"{WRAPPER}.{path}", len(node.args), keywords, texts))
+    return found
+
+
+CALLS = sorted(calls(), key=lambda call: call.function)
+
+
+def test_the_calls_are_found() -> None:
+    assert len(CALLS) >= 12
+    assert {"norm.rmsnorm", "fused_moe.cutlass_fused_moe", f"{WRAPPER}.plan"} <= {call.function for call in CALLS}
+
+
+@pytest.mark.parametrize("version", [OLDEST, NEWEST])
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.function)
+def test_the_arguments_that_are_given_fit(call: Call, version: str) -> None:
+    definition = function(version, call.function)
+    bound = signature(definition).bind(*[None] * call.positional, **dict.fromkeys(call.keywords))
+    assert set(call.keywords) <= set(bound.arguments), "no argument may vanish in **kwargs"
+    lowest = next((row.requires["flashinfer"] for row in support.TABLE if row.backend in dict(call.texts).values()), OLDEST)
+    for name, text in call.texts:
+        known = text in allowed(definition, name)
+        assert known == at_least(version, lowest), f"{name}={text!r}"
+
+
+def allowed(definition: ast.FunctionDef, name: str) -> str | list[str]:
+    """The texts that an argument may be: those of its Literal, else whatever the function's own text mentions."""
+    annotation = next(argument.annotation for argument in [*definition.args.args, *definition.args.kwonlyargs] if argument.arg == name)
+    if isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value).endswith("Literal"):
+        texts: list[str] = list(ast.literal_eval(annotation.slice))
+        return texts
+    return ast.unparse(definition)
+
+
+@pytest.mark.parametrize("version", [OLDEST, NEWEST])
+def test_the_backends_of_the_wrapper_are_known(version: str) -> None:
+    text = ast.unparse(function(version, WRAPPER))
+    assert all(f"{backend.backend}" in text for backend in (Fa2Decode, Fa2Prefill, Fa3Prefill))
+
+
+@pytest.mark.parametrize("version", [OLDEST, NEWEST])
+@pytest.mark.parametrize(
+    ("path", "positional"), [("jit.core.JitSpec.build_and_load", 0), ("autotuner.AutoTuner.get", 1), ("autotuner.AutoTuner.choose_one", 4)]
+)
+def test_what_is_replaced_is_there(version: str, path: str, positional: int) -> None:
+    signature(function(version, path)).bind(*[None] * positional)
+
+
+def test_an_installed_flashinfer_is_the_one_that_was_read() -> None:
+    """Where FlashInfer is installed, the calls fit what can be imported, too."""
+    flashinfer = pytest.importorskip("flashinfer")
+    importlib.import_module("inference_service.kernels.flashinfer_ops")
+    for call in CALLS:
+        target: Any = flashinfer
+        for part in call.function.split("."):
+            target = getattr(target, part)
+        if not call.function.startswith(WRAPPER):
+            inspect.signature(target).bind(*[None] * call.positional, **dict.fromkeys(call.keywords))

@@ -11,7 +11,7 @@ from inference_service.config import ConfigError, load_config
 from inference_service.execution.graphs import buckets, decode_sizes, mixed_sizes
 from inference_service.execution.memory import GIB, Needs
 from inference_service.execution.packed_inputs import Sizes, SlotTable
-from inference_service.execution.tuning import Tuning, load_tuning, save_tuning, tuning_file
+from inference_service.execution.tuning import Tuning, compare, find_misfit, load_tuning, save_tuning, tuning_file
 
 NEEDS = Needs(total=100 * GIB, loaded=60 * GIB, graphs=2 * GIB, activations=3 * GIB)
 
@@ -55,6 +55,28 @@ def test_a_measurement_counts_only_where_it_was_made(tmp_path: Path, monkeypatch
     path.write_text("{")
     assert load_tuning(here) is None
     assert path == tuning_file(here) and list(path.parent.iterdir()) == [path]
+
+
+HERE = {"gpu": "NVIDIA H200", "architecture": "sm_90", "flashinfer": "0.6.13", "cuda": "13.0", "triton": "3.6.0", "torch": "2.11.0"}
+
+
+def test_what_was_prebuilt_elsewhere_is_refused_and_both_sides_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INFERENCE_SERVICE_CACHE", str(tmp_path))
+    assert find_misfit(HERE) == ""
+    save_tuning(Tuning(HERE | {"architecture": "sm_100", "cuda": "12.8"}, {}, {}))
+    save_tuning(Tuning(HERE | {"architecture": "sm_100", "gpu": "NVIDIA B200"}, {}, {}))
+    misfit = find_misfit(HERE)
+    assert str(tmp_path) in misfit and "prebuilt for architecture sm_100, but here is architecture sm_90" in misfit
+    # Another model, prebuilt on this GPU: what is compiled for it fits.
+    save_tuning(Tuning(HERE | {"mlp": "another"}, {}, {}))
+    assert find_misfit(HERE) == ""
+
+
+@pytest.mark.parametrize(("key", "other"), [("flashinfer", "0.7.4"), ("cuda", "12.9"), ("triton", "3.7.0"), ("torch", "2.13.0")])
+def test_each_version_counts(key: str, other: str) -> None:
+    misfit = compare("the cache", [HERE | {key: other}], HERE)
+    assert misfit.startswith(f"the cache was prebuilt for {key} {other}, but here is {key} {HERE[key]}:")
+    assert compare("the cache", [{}], HERE) == compare("the cache", [{"flashinfer": "0.6.13"}], HERE) == ""
 
 
 def test_graphs_need_no_gpu_to_be_imported() -> None:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from inference_service.config import ConfigError, Kernels
 from inference_service.kernels import support
 from inference_service.kernels.attention import StepLayout
+from inference_service.kernels.gemm import fits_cute_dsl
 from inference_service.kernels.kv_append import HeadNorms, TorchKvAppend
 from inference_service.kernels.moe import TorchMoe
 from inference_service.kernels.routing import TorchRouting
@@ -52,7 +53,7 @@ def test_every_refusal_has_a_reason() -> None:
     for row in support.TABLE:
         for architecture in support.ANY:
             for dtype in support.FLOATS:
-                refusal = row.refusal(setting(architecture, dtype, versions=ALL_THERE))
+                refusal = row.refusal(setting(architecture, dtype, versions=ALL_THERE | {"flashinfer": "0.7.4"}))
                 supported = architecture in row.architectures and dtype in row.dtypes and not row.limit(setting(architecture, dtype))
                 assert (refusal == "") == supported
                 assert "untried" not in refusal
@@ -87,6 +88,22 @@ def test_attention_by_architecture(architecture: str, decode: str, prefill: str)
 
 
 @pytest.mark.parametrize(
+    ("features", "decode", "prefill", "moe"),
+    [
+        ({support.WINDOW}, "triton", "fa2", "triton+cutlass"),
+        ({support.WINDOW, support.SOFT_CAP}, "triton", "fa2", "triton+cutlass"),
+        ({support.WINDOW, support.SINKS, support.CLAMPED_EXPERTS}, "triton", "triton", "torch"),
+    ],
+)
+def test_what_a_model_needs_decides_who_can(features: set[str], decode: str, prefill: str, moe: str) -> None:
+    chosen = backends("sm_90", torch.bfloat16, features=frozenset(features))
+    assert (chosen["attention_decode"], chosen["attention_prefill"], chosen["moe"]) == (decode, prefill, moe)
+    # Gemma's heads are wider than the Triton kernel's.
+    wide = backends("sm_90", torch.bfloat16, features=frozenset(features), head_dim=256)
+    assert wide["attention_decode"] == wide["attention_prefill"] == ("torch" if support.SINKS in features else "fa2")
+
+
+@pytest.mark.parametrize(
     ("changes", "operator", "backend", "words"),
     [
         ({"page_size": 48}, "attention_decode", "xqa", "pages of 16, 32, 64 or 128 tokens, not 48"),
@@ -94,6 +111,8 @@ def test_attention_by_architecture(architecture: str, decode: str, prefill: str)
         ({"head_dim": 96}, "attention_prefill", "fa3", "not 96"),
         ({"page_size": 48}, "attention_prefill", "fmha_v2", "not 48"),
         ({"head_dim": 96}, "kv_append", "triton", "power of two"),
+        ({"features": frozenset({support.SOFT_CAP, support.WINDOW})}, "attention_prefill", "fa3", "soft caps, no sliding windows"),
+        ({"features": frozenset({support.SINKS})}, "attention_decode", "fa2", "has no attention sinks"),
         ({"versions": ALL_THERE | {"flashinfer": "0.6.9"}}, "norm", "flashinfer", "flashinfer 0.6.13 or newer, not 0.6.9"),
         ({"versions": {"flashinfer": "0.6.13"}}, "kv_append", "triton", "triton 3.6 or newer, which is not there"),
         ({"architecture": "sm_121", "versions": ALL_THERE | {"cuda": "12.8"}}, "norm", "flashinfer", "cuda 12.9 or newer, not 12.8"),
@@ -154,6 +173,25 @@ def test_an_unknown_backend_is_an_error_that_lists_the_known() -> None:
 def test_an_unknown_architecture_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"kernels\.attention_decode: nothing runs here: .*riscv64"):
         select(Kernels(), setting("riscv64", torch.float32))
+
+
+def test_the_low_m_kernels_of_blackwell() -> None:
+    row = next(row for row in support.rows("gemm") if row.backend == "cute-dsl")
+    newer = ALL_THERE | {"flashinfer": "0.7.4"}
+    assert row.refusal(setting("sm_100", torch.bfloat16, versions=newer)) == ""
+    assert "0.7.4 or newer, not 0.6.13" in row.refusal(setting("sm_100", torch.bfloat16, versions=ALL_THERE))
+    assert "sm_100 and sm_103" in row.refusal(setting("sm_90", torch.bfloat16, versions=newer))
+    assert "bfloat16" in row.refusal(setting("sm_100", torch.float16, versions=newer))
+
+
+def test_what_the_low_m_kernels_take() -> None:
+    x, weight = torch.zeros(33, 256, dtype=torch.bfloat16), torch.zeros(48, 256, dtype=torch.bfloat16)
+    storage = torch.zeros(48 * 256 + 8, dtype=torch.bfloat16)
+    assert fits_cute_dsl(x[:1], weight) and fits_cute_dsl(x[:32], weight)
+    assert not fits_cute_dsl(x, weight) and not fits_cute_dsl(x[:0], weight)
+    assert not fits_cute_dsl(x[:4, :192].contiguous(), weight[:, :192].contiguous())
+    assert not fits_cute_dsl(x[:4, :128], weight[:, :128].contiguous()) and not fits_cute_dsl(x[:4, :128].contiguous(), weight[:, :128])
+    assert not fits_cute_dsl(x[:4], storage[8:].view(48, 256)), "16 bytes off"
 
 
 @pytest.mark.parametrize("row", [row for row in support.rows("gemm") if "x86_64" in row.architectures], ids=lambda row: row.backend)

@@ -16,14 +16,16 @@ from torch import Tensor
 from inference_service.config import Kernels
 from inference_service.engine.step import Row, StepPlan
 from inference_service.execution.batch import InputBuffers, pack
+from inference_service.kernels.attention import AttentionSpec
 from inference_service.kernels.selection import make_operators, select
 from inference_service.kernels.support import Setting
 from inference_service.messages import Sampling
 from inference_service.models.checkpoint import load_checkpoint
 from inference_service.models.config_json import ModelError
 from inference_service.models.decoder import Decoder
-from inference_service.models.families import make_model, read_config
+from inference_service.models.families import FAMILIES, make_model, read_config
 from inference_service.models.layers import Build
+from inference_service.models.rotary import RopeConfig
 
 CPU = torch.device("cpu")
 GREEDY = Sampling(0.0, 0, 1.0, 0.0, 0)
@@ -36,8 +38,10 @@ SMALL: dict[str, Any] = {
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
+    "eos_token_id": None,
 }
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 MOE: dict[str, Any] = {"head_dim": 24, "num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 
 
@@ -47,6 +51,54 @@ def llama(**changes: Any) -> transformers.PretrainedConfig:
 
 def qwen3_moe(**changes: Any) -> transformers.PretrainedConfig:
     return transformers.Qwen3MoeConfig(**(SMALL | MOE | changes))
+
+
+def qwen2_moe(**changes: Any) -> transformers.PretrainedConfig:
+    return transformers.Qwen2MoeConfig(**(SMALL | MOE | {"shared_expert_intermediate_size": 40} | changes))
+
+
+WINDOW = 20
+"""Less than the contexts of the tests."""
+
+
+def gemma2(**changes: Any) -> transformers.PretrainedConfig:
+    return transformers.Gemma2Config(**(SMALL | {"head_dim": 24, "sliding_window": WINDOW, "query_pre_attn_scalar": 40} | changes))
+
+
+def gemma3(**changes: Any) -> transformers.PretrainedConfig:
+    fields = {"head_dim": 24, "sliding_window": WINDOW, "query_pre_attn_scalar": 40, "num_hidden_layers": 4, "sliding_window_pattern": 3}
+    return transformers.Gemma3TextConfig(**(SMALL | fields | changes))
+
+
+def qwen2(**changes: Any) -> transformers.PretrainedConfig:
+    return transformers.Qwen2Config(**(SMALL | changes))
+
+
+def qwen3(**changes: Any) -> transformers.PretrainedConfig:
+    return transformers.Qwen3Config(**(SMALL | {"head_dim": 24} | changes))
+
+
+def mixtral(**changes: Any) -> transformers.PretrainedConfig:
+    return transformers.MixtralConfig(**(SMALL | {"intermediate_size": 24, "num_local_experts": 6, "num_experts_per_tok": 2} | changes))
+
+
+def phi3(**changes: Any) -> transformers.PretrainedConfig:
+    return transformers.Phi3Config(**(SMALL | {"pad_token_id": 0, "original_max_position_embeddings": 256} | changes))
+
+
+def olmo2(**changes: Any) -> transformers.PretrainedConfig:
+    return transformers.Olmo2Config(**(SMALL | changes))
+
+
+def longrope(pairs: int, **changes: Any) -> dict[str, Any]:
+    """A factor for each pair of dimensions, and the long ones unlike the short ones."""
+    factors = {"short_factor": [1 + pair / 4 for pair in range(pairs)], "long_factor": [2.0 + pair for pair in range(pairs)]}
+    return {"rope_type": "longrope", "rope_theta": 10_000.0} | factors | changes
+
+
+def gpt_oss(**changes: Any) -> transformers.PretrainedConfig:
+    small = SMALL | {"head_dim": 24, "intermediate_size": 32, "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": WINDOW}
+    return transformers.GptOssConfig(**(small | {"swiglu_limit": 0.4} | changes))
 
 
 CASES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
@@ -59,6 +111,26 @@ CASES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "qwen3-moe": lambda: qwen3_moe(norm_topk_prob=True),
     "qwen3-moe-plain": lambda: qwen3_moe(norm_topk_prob=False, tie_word_embeddings=True),
     "qwen3-moe-mixed": lambda: qwen3_moe(norm_topk_prob=True, num_hidden_layers=5, decoder_sparse_step=2, mlp_only_layers=[1]),
+    "qwen2": lambda: qwen2(),
+    "qwen2-yarn": lambda: qwen2(tie_word_embeddings=True, rope_parameters={"rope_theta": 1e6, **YARN}),
+    "qwen2-windows": lambda: qwen2(use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1),
+    "qwen3": lambda: qwen3(tie_word_embeddings=True),
+    "qwen3-yarn": lambda: qwen3(rope_parameters={"rope_theta": 1e4, **YARN, "truncate": False, "attention_factor": 1.3, "beta_fast": 4.0}),
+    "mixtral": lambda: mixtral(),
+    "mixtral-window": lambda: mixtral(sliding_window=WINDOW, tie_word_embeddings=True),
+    "phi3": lambda: phi3(sliding_window=WINDOW),
+    "phi3-longrope": lambda: phi3(rope_parameters=longrope(8, factor=4.0)),
+    "phi3-partial": lambda: phi3(tie_word_embeddings=True, rope_parameters=longrope(6, factor=4.0, partial_rotary_factor=0.75)),
+    "olmo2": lambda: olmo2(),
+    "olmo2-tied": lambda: olmo2(tie_word_embeddings=True, attention_bias=True, num_key_value_heads=6),
+    "qwen2-moe": lambda: qwen2_moe(num_key_value_heads=6),
+    "qwen2-moe-mixed": lambda: qwen2_moe(norm_topk_prob=True, num_hidden_layers=5, decoder_sparse_step=2, mlp_only_layers=[1]),
+    "qwen2-moe-unbiased": lambda: qwen2_moe(qkv_bias=False, tie_word_embeddings=True),
+    "gemma2": lambda: gemma2(attn_logit_softcapping=2.0, final_logit_softcapping=3.0),
+    "gemma2-no-caps": lambda: gemma2(attn_logit_softcapping=None, final_logit_softcapping=None, tie_word_embeddings=False),
+    "gemma3": lambda: gemma3(),
+    "gemma3-scaled": lambda: gemma3(rope_scaling={"rope_type": "linear", "factor": 8.0}, rope_theta=3e4, rope_local_base_freq=100.0),
+    "gpt-oss": lambda: gpt_oss(),
 }
 
 
@@ -78,9 +150,10 @@ def setting(architecture: str, dtype: torch.dtype) -> Setting:
     return Setting(architecture, dtype, head_dim=24, group=3, page_size=16)
 
 
-def load(model_dir: Path, dtype: torch.dtype = torch.float32, kernels: Kernels | None = None) -> Decoder:
+def load(model_dir: Path, dtype: torch.dtype = torch.float32, kernels: Kernels | None = None, max_context: int = 0) -> Decoder:
     operators = make_operators(select(kernels or Kernels(), setting("x86_64", dtype)))
     config = read_config(model_dir)
+    config = replace(config, max_context=max_context or config.max_context)
     model = make_model(Build(operators, dtype, CPU), config)
     load_checkpoint(model_dir, model.weights(), config.tied_embeddings)
     model.pack()
@@ -193,11 +266,29 @@ def test_backends_agree(checkpoint: tuple[Path, Any]) -> None:
 
 def test_published_shapes_have_their_published_size() -> None:
     sizes = {}
-    for name in ("qwen3-30b-a3b", "llama-3.1-8b", "smollm2-135m"):
+    for name in sorted(path.name for path in CONFIGS.iterdir()):
         config = replace(read_config(CONFIGS / name), max_context=8)
         build = Build(make_operators(select(Kernels(), setting("sm_90", torch.bfloat16))), torch.bfloat16, torch.device("meta"))
         sizes[name] = sum(weight.numel() for weight in make_model(build, config).weights().values())
-    assert sizes == {"qwen3-30b-a3b": 30_532_122_624, "llama-3.1-8b": 8_030_261_248, "smollm2-135m": 134_515_008}
+    assert sizes == {
+        "gemma-2-2b": 2_614_341_888,
+        "gemma-3-1b": 999_885_952,
+        "gpt-oss-20b": 20_914_757_184,
+        "qwen3-30b-a3b": 30_532_122_624,
+        "qwen1.5-moe-a2.7b": 14_315_784_192,
+        "llama-3.1-8b": 8_030_261_248,
+        "smollm2-135m": 134_515_008,
+    }
+
+
+def test_longrope_takes_its_factors_by_the_longest_context(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Long ones for all sequences where the context may exceed the original one, as transformers does for those that exceed it."""
+    reference = save_random(phi3(original_max_position_embeddings=32, rope_parameters=longrope(8)), tmp_path)
+    ids = random_ids(70)
+    runner = Runner(load(tmp_path), 16)
+    assert_close(torch.cat([runner.step({0: ids[:20]}), runner.step({0: ids[20:]})]), reference_logits(reference, ids))
+    assert "32 or less" in caplog.text
+    assert_close(Runner(load(tmp_path, max_context=32), 16).step({0: ids[:32]}), reference_logits(reference, ids[:32]))
 
 
 def write_config(model_dir: Path, **changes: Any) -> Path:
@@ -214,11 +305,32 @@ def test_both_forms_of_rope_settings_mean_the_same(tmp_path: Path) -> None:
     assert read_config(write_config(tmp_path, rope_scaling={"type": "linear", "factor": 2.0})).rope.factor == 2.0
 
 
+def test_published_configurations_say_how_each_layer_attends() -> None:
+    caps, local, small = (read_config(CONFIGS / name) for name in ("gemma-2-2b", "gemma-3-1b", "gpt-oss-20b"))
+    assert [caps.attention_of(layer)[0] for layer in (0, 1)] == [AttentionSpec(1 / 16, 50.0, 4096), AttentionSpec(1 / 16, 50.0)]
+    assert (caps.logits_soft_cap, caps.tied_embeddings, caps.embedding_scale) == (30.0, True, 48.0)
+    assert [layer for layer in range(26) if local.attention_of(layer) == (AttentionSpec(1 / 16), RopeConfig(1e6))] == [5, 11, 17, 23]
+    assert local.attention_of(4) == (AttentionSpec(1 / 16, window=512), RopeConfig(1e4))
+    assert sorted(small.sliding_layers) == list(range(0, 24, 2)) and small.attention_of(0)[0] == AttentionSpec(window=128)
+    assert (small.rope.kind, small.rope.factor, small.rope.truncate, small.dtype) == ("yarn", 32.0, False, torch.bfloat16)
+    # A window that no sequence can leave needs no kernel that knows windows.
+    assert replace(caps, max_context=4096).attention_of(0)[0] == AttentionSpec(1 / 16, 50.0)
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"architectures": ["MambaForCausalLM"]}, ["architecture", "MambaForCausalLM", "LlamaForCausalLM, Qwen3MoeForCausalLM"]),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, ["rope scaling", "yarn", "default, linear, llama3"]),
+        ({"architectures": ["MambaForCausalLM"]}, ["architecture", "MambaForCausalLM", ", ".join(FAMILIES)]),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, ["rope scaling", "dynamic", "default, linear, llama3, yarn, longrope"]),
+        ({"rope_scaling": {"rope_type": "yarn"}}, ["rope scaling", "yarn", "factor"]),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": "four"}}, ["rope scaling", "yarn", "four"]),
+        ({"rope_scaling": longrope(30, original_max_position_embeddings=64)}, ["longrope", "short_factor", "32 entries"]),
+        ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor 0.5"]),
+        ({"architectures": ["Qwen3MoeForCausalLM"], "use_sliding_window": True}, ["use_sliding_window"]),
+        ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "sliding_window": -1}, ["sliding_window", "-1"]),
+        ({"architectures": ["MixtralForCausalLM"]}, ["num_local_experts"]),
+        ({"architectures": ["MixtralForCausalLM"], "num_local_experts": 2, "num_experts_per_tok": 3}, ["num_experts_per_tok 3", "2"]),
+        ({"architectures": ["Qwen2MoeForCausalLM"], **MOE}, ["shared_expert_intermediate_size"]),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, ["llama3", "low_freq_factor"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "gelu", "silu"]),
         ({"quantization_config": {"quant_method": "fp8"}}, ["quantization_config"]),

@@ -76,7 +76,7 @@ def distributions(package: str) -> set[str]:
         ("inference_service", ["gpu"]),
         ("loadgen", ["loadgen"]),
         ("baselines", ["loadgen"]),
-        ("tests", ["loadgen", "dev"]),
+        ("tests", ["loadgen", "dev", "gpu"]),
         ("benchmarks", ["dev"]),
     ],
 )

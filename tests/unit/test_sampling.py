@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from inference_service.engine.step import Row, StepPlan
 from inference_service.execution.batch import pack
+from inference_service.execution.edits import LogitEdits
 from inference_service.execution.sampler import sample
 from inference_service.kernels.sampling import TorchSampling, _filter, gumbel
 from inference_service.messages import Sampling
@@ -26,7 +29,11 @@ def draw(logits_RV: Tensor, sampling: list[Sampling], positions: list[int], bann
         Row(slot, position - 1, 1, [], list(range(position)), True, how, banned_ids=ids)
         for slot, (how, position, ids) in enumerate(zip(sampling, positions, banned, strict=True))
     ]
-    ids_R, _ = sample(logits_RV, pack(StepPlan(rows), page_size=max(positions)), TorchSampling())
+    step = pack(StepPlan(rows), page_size=max(positions))
+    editor = LogitEdits(torch.zeros(len(rows), dtype=torch.int64))
+    ids_R, _ = sample(
+        logits_RV, step.tensors.scored_Y, step.alternatives, step.edits, editor, lambda edited_RV: TorchSampling()(edited_RV, step.draws())
+    )
     ids: list[int] = ids_R.tolist()
     return ids
 
@@ -131,6 +138,43 @@ def test_filters_keep_what_their_definition_keeps(seed: int, top_k: int, top_p: 
     row = Row(0, 0, 1, [], [0], True, how)
     filtered = _filter(relative, pack(StepPlan([row]), page_size=1).draws())[0] if (top_k or top_p < 1 or min_p) else relative[0]
     assert {token for token in range(60) if filtered[token] > float("-inf")} == kept
+
+
+class TopKWidths(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """How many rows each top-k is of, and how many columns it gives."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: list[tuple[int, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.topk.default:
+            self.seen.append((len(args[0]), args[1]))
+        return func(*args, **(kwargs or {}))
+
+
+some_filters = st.tuples(st.sampled_from([0, 1, 3, 50]), st.sampled_from([1.0, 0.9, 0.3]), st.sampled_from([0.0, 0.1]))
+
+
+@given(st.lists(some_filters, min_size=1, max_size=6), st.integers(0, 10**6))
+@settings(max_examples=50, deadline=None)
+def test_rows_with_and_without_top_k_do_not_touch_each_other(filters: list[tuple[int, float, float]], seed: int) -> None:
+    """What each keeps is what it keeps alone, and none pays for the k best of a row that keeps all."""
+    relative = torch.randn(len(filters), 60, generator=torch.Generator().manual_seed(seed))
+    relative -= relative.amax(dim=1, keepdim=True)
+    rows = [Row(slot, 0, 1, [], [0], True, Sampling(1.0, *each, seed)) for slot, each in enumerate(filters)]
+    filtered = [place for place, (top_k, top_p, min_p) in enumerate(filters) if top_k or top_p < 1 or min_p]
+    if not filtered:
+        return
+    with TopKWidths() as widths:
+        kept = _filter(relative[filtered], pack(StepPlan(rows), page_size=1).draws())
+    limited = [top_k for top_k, _, _ in filters if top_k]
+    assert widths.seen == ([(len(limited), max(limited))] if limited else [])
+    for row, place in enumerate(filtered):
+        alone = _filter(relative[place : place + 1], pack(StepPlan([rows[place]]), page_size=1).draws())[0]
+        assert torch.equal(kept[row], alone)
+        probabilities = exact(relative[place].tolist(), rows[place].sampling)
+        assert [logit > float("-inf") for logit in alone.tolist()] == [probability > 0 for probability in probabilities]
 
 
 def test_banned_ids_are_never_drawn() -> None:

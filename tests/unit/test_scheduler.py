@@ -1,132 +1,21 @@
-"""The scheduler against an executor that checks each step: what a row reads from its pages must be the tokens of its sequence.
-
-The executor keeps a shadow of the KV pool in which a cell remembers all tokens that it depends on. The token it draws is a hash of the
-whole sequence, so any mix-up of pages, slots or chunks shows in the answer, which must equal the one computed without any of them.
-"""
+"""The scheduler, step by step, against an executor that checks each (shadow.py)."""
 
 from __future__ import annotations
 
-import hashlib
-from dataclasses import dataclass
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from inference_service.config import Batch
-from inference_service.engine.kv_pages import KvPages
-from inference_service.engine.scheduler import Scheduled, Scheduler
-from inference_service.engine.step import StepPlan, StepResult
-from inference_service.messages import Finish, Output, Sampling, Submit
-
-VOCAB = 7
-GREEDY = Sampling(0.0, 0, 1.0, 0.0, 0)
-
-
-def next_token(tokens: tuple[int, ...], banned: list[int]) -> int:
-    """The next token of a sequence: a hash of it among those not banned."""
-    allowed = [token for token in range(VOCAB) if token not in banned]
-    return allowed[hashlib.blake2b(bytes(tokens), digest_size=2).digest()[0] % len(allowed)]
-
-
-def reference(submit: Submit) -> tuple[list[int], str]:
-    """What a request must answer, computed alone."""
-    output: list[int] = []
-    while len(output) < submit.max_tokens:
-        banned = submit.stop_token_ids if len(output) < submit.min_tokens else []
-        token = next_token((*submit.token_ids, *output), banned)
-        if token in submit.stop_token_ids:
-            return output, "stop"
-        output.append(token)
-    return output, "length"
-
-
-class ShadowExecutor:
-    """Runs plans on a pool whose cells hold the sequence up to and including their token."""
-
-    def __init__(self, pages: int, page_size: int, slots: int) -> None:
-        self.page_size = page_size
-        self.cells: list[tuple[int, ...] | None] = [None] * (pages * page_size)
-        self.last: list[int] = [-1] * slots
-
-    def run(self, plan: StepPlan) -> StepResult:
-        decodes = [row.is_decode for row in plan.rows]
-        assert decodes == sorted(decodes, reverse=True), "decode rows come first"
-        drawn = []
-        for row in plan.rows:
-            ids = row.token_ids or [self.last[row.slot]]
-            assert len(ids) == row.length
-            before = self.cells[self.cell(row.pages, row.start - 1)] if row.start else ()
-            assert before is not None and len(before) == row.start
-            for position in range(row.start):
-                assert self.cells[self.cell(row.pages, position)] == before[: position + 1], "a page does not hold this sequence"
-            for offset in range(row.length):
-                self.cells[self.cell(row.pages, row.start + offset)] = (*before, *ids[: offset + 1])
-            if row.samples:
-                self.last[row.slot] = next_token((*before, *ids), row.banned_ids)
-                drawn.append(self.last[row.slot])
-        return StepResult(drawn, [None] * len(drawn))
-
-    def cell(self, pages: list[int], position: int) -> int:
-        return pages[position // self.page_size] * self.page_size + position % self.page_size
-
-
-@dataclass
-class Answer:
-    ids: list[int]
-    cached_tokens: int = -1
-    finish: Finish | None = None
-
-
-class Harness:
-    """The engine's loop, one step at a time, with steps overlapped as there."""
-
-    def __init__(self, batch: Batch, pages: int, page_size: int, prefix: bool = True) -> None:
-        self.scheduler = Scheduler(batch, KvPages(pages, page_size, prefix=prefix))
-        self.executor = ShadowExecutor(pages, page_size, batch.max_requests)
-        self.in_flight: tuple[Scheduled, StepResult] | None = None
-        self.answers: dict[int, Answer] = {}
-        self.plans: list[StepPlan] = []
-
-    def submit(self, submit: Submit) -> None:
-        self.answers[submit.key] = Answer([])
-        self.scheduler.submit(submit)
-
-    def step(self) -> bool:
-        scheduled = self.scheduler.schedule(now_ns=1)
-        launched = (scheduled, self.executor.run(scheduled.plan)) if scheduled else None
-        if scheduled:
-            self.plans.append(scheduled.plan)
-        if self.in_flight:
-            self.collect([output for _, output in self.scheduler.update(*self.in_flight)])
-        self.in_flight = launched
-        self.scheduler.check_invariants()
-        return bool(launched) or bool(len(self.scheduler))
-
-    def collect(self, outputs: list[Output]) -> None:
-        for output in outputs:
-            answer = self.answers[output.key]
-            assert answer.finish is None, "an output after the end"
-            if output.scheduled_ns:
-                assert answer.cached_tokens == -1, "scheduled twice"
-                answer.cached_tokens = output.cached_tokens
-            assert answer.cached_tokens >= 0, "output before it was scheduled"
-            answer.ids += output.token_ids
-            answer.finish = output.finish
-
-    def finish(self, limit: int = 5000) -> None:
-        for _ in range(limit):
-            if not self.step():
-                return
-        raise AssertionError(f"not finished after {limit} steps: {self.scheduler.running} {self.scheduler.waiting}")
-
-
-def make(key: int, prompt: list[int], max_tokens: int = 5, min_tokens: int = 0, stop: tuple[int, ...] = (), deadline_ns: int = 0) -> Submit:
-    return Submit(key, prompt, GREEDY, max_tokens, min_tokens, list(stop), -1, 1, deadline_ns)
-
+from inference_service.messages import Finish, Submit
+from tests.unit.shadow import Harness, choices, make, reference
 
 requests = st.builds(
     make,
     key=st.just(0),
+    arrival_ns=st.integers(0, 20_000_000_000),
+    priority=st.sampled_from([-1, 0, 0, 0, 1, 5]),
+    salt=st.sampled_from(["", "", "a", "b"]),
     prompt=st.lists(st.integers(0, 1), min_size=1, max_size=12),
     max_tokens=st.integers(1, 12),
     min_tokens=st.integers(0, 4),
@@ -137,8 +26,9 @@ requests = st.builds(
 @settings(max_examples=150, deadline=None)
 @given(
     submits=st.lists(requests, min_size=1, max_size=10),
+    counts=st.lists(st.sampled_from([1, 1, 1, 2, 4]), min_size=10, max_size=10),
     gaps=st.lists(st.integers(0, 4), min_size=10, max_size=10),
-    aborted=st.sets(st.integers(0, 9), max_size=3),
+    aborted=st.sets(st.integers(0, 19), max_size=4),
     page_size=st.sampled_from([1, 2, 3, 8]),
     extra_pages=st.integers(0, 12),
     slots=st.integers(1, 4),
@@ -147,21 +37,26 @@ requests = st.builds(
     prefix=st.booleans(),
 )
 def test_every_answer_is_as_if_alone(
-    submits: list[Submit], gaps: list[int], aborted: set[int], page_size: int, extra_pages: int, slots: int, max_step_tokens: int,
-    max_prefill_tokens: int, prefix: bool,
+    submits: list[Submit], counts: list[int], gaps: list[int], aborted: set[int], page_size: int, extra_pages: int, slots: int,
+    max_step_tokens: int, max_prefill_tokens: int, prefix: bool,
 ) -> None:  # fmt: skip
     pages = max(-(-(len(s.token_ids) + s.max_tokens) // page_size) for s in submits) + extra_pages
     batch = Batch(max_requests=slots, max_step_tokens=max_step_tokens, max_prefill_tokens=max_prefill_tokens)
     harness = Harness(batch, pages, page_size, prefix)
-    for key, (submit, gap) in enumerate(zip(submits, gaps, strict=False)):
-        harness.submit(make(key, submit.token_ids, submit.max_tokens, submit.min_tokens, tuple(submit.stop_token_ids)))
+    everyone: list[Submit] = []
+    for submit, count, gap in zip(submits, counts, gaps, strict=False):
+        family = choices(replace(submit, key=len(everyone)), count)
+        everyone += family
+        for each in family:
+            harness.submit(each)
         for _ in range(gap):
             harness.step()
-        if key in aborted:
-            harness.scheduler.abort(key)
-            harness.scheduler.check_invariants()
+        for each in family:
+            if each.key in aborted:
+                harness.scheduler.abort(each.key)
+                harness.scheduler.check_invariants()
     harness.finish()
-    for key, submit in enumerate(submits):
+    for key, submit in enumerate(everyone):
         answer = harness.answers[key]
         if key in aborted and answer.finish is None:
             assert answer.ids == reference(submit)[0][: len(answer.ids)]
@@ -207,7 +102,7 @@ def test_the_youngest_is_preempted_and_comes_back_first() -> None:
         preempted = next((request for request in harness.scheduler.waiting if request.preemptions), None)
     running = [request.submit.key for request in harness.scheduler.running]
     assert all(key < preempted.submit.key for key in running), "an older one lost its pages"
-    assert harness.scheduler.waiting[0] is preempted and len(harness.scheduler.waiting) > 1
+    assert harness.scheduler.waiting.first is preempted and len(harness.scheduler.waiting) > 1
     harness.finish()
     assert sum(answer.finish.preemptions for answer in harness.answers.values() if answer.finish) == harness.scheduler.preemptions
     assert [answer.ids for answer in harness.answers.values()] == [reference(make(k, [k % 2], max_tokens=7))[0] for k in range(4)]

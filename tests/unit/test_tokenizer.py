@@ -207,6 +207,8 @@ def test_eos_ids(tmp_path: Path, files: dict[str, Any], eos: list[int]) -> None:
         ({"do_sample": True, "temperature": 0.6, "top_p": 0.9}, SamplingDefaults(0.6, 0, 0.9, 0.0)),
         ({"temperature": 0, "top_k": 20, "min_p": 0.05}, SamplingDefaults(0.0, 20, 1.0, 0.05)),
         ({"do_sample": False, "temperature": 0.6, "top_k": 20}, SamplingDefaults()),
+        ({"do_sample": False, "temperature": 0.6, "repetition_penalty": 1.2}, SamplingDefaults(repetition_penalty=1.2)),
+        ({"repetition_penalty": 1.05, "top_k": 20}, SamplingDefaults(1.0, 20, 1.0, 0.0, 1.05)),
         ({"top_k": -1, "top_p": None}, SamplingDefaults()),
     ],
 )

@@ -179,7 +179,7 @@ def test_attributes_of_a_request(memory: Memory) -> None:
         prompt_tokens=12,
         cached_tokens=8,
         completion_tokens=4,
-        finish_reason="length",
+        finish_reasons=["length"],
         preemptions=2,
     )
     assert dict(memory.spans()[names.GENERATE_SPAN].attributes or {}) == {

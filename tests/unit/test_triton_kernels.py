@@ -39,6 +39,15 @@ def test_routing(generator: torch.Generator, tokens: int, experts: int, top_k: i
     torch.testing.assert_close(weights, expected_weights)
 
 
+def test_routing_of_logits_within_a_wider_product(generator: torch.Generator) -> None:
+    """As where a shared expert's gate is the row after the router's."""
+    from inference_service.kernels.routing import TorchRouting, TritonRouting
+
+    logits = torch.randn(5, 61, generator=generator)[:, :60]
+    for ours, expected in zip(TritonRouting()(logits, 4, False), TorchRouting()(logits, 4, False), strict=True):
+        torch.testing.assert_close(ours, expected)
+
+
 def test_routing_prefers_the_lower_of_equal_experts_and_survives_nan() -> None:
     from inference_service.kernels.routing import TritonRouting
 
@@ -49,7 +58,8 @@ def test_routing_prefers_the_lower_of_equal_experts_and_survives_nan() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "hidden", "experts", "size", "top_k"), [(1, 128, 4, 64, 2), (3, 96, 9, 24, 2), (2, 100, 4, 36, 3), (1, 640, 3, 40, 2)]
+    ("tokens", "hidden", "experts", "size", "top_k"),
+    [(1, 128, 4, 64, 2), (3, 96, 9, 24, 2), (2, 100, 4, 36, 3), (1, 640, 3, 40, 2), (1, 64, 60, 16, 4)],
 )
 @pytest.mark.parametrize("up_first", [False, True])
 def test_moe(generator: torch.Generator, tokens: int, hidden: int, experts: int, size: int, top_k: int, up_first: bool) -> None:
@@ -69,7 +79,7 @@ def test_moe(generator: torch.Generator, tokens: int, hidden: int, experts: int,
     assert error(moe_gemv(x, stacked, down, ids, weights, up_first), expected) < 1e-2
 
 
-@pytest.mark.parametrize(("tokens", "outputs", "inputs"), [(1, 128, 2048), (3, 80, 96), (2, 33, 100), (8, 64, 512)])
+@pytest.mark.parametrize(("tokens", "outputs", "inputs"), [(1, 128, 2048), (3, 80, 96), (2, 33, 100), (8, 64, 512), (2, 61, 2048)])
 @pytest.mark.parametrize("biased", [False, True])
 def test_gemv(generator: torch.Generator, tokens: int, outputs: int, inputs: int, biased: bool) -> None:
     from inference_service.kernels.triton_gemm import gemv

@@ -15,7 +15,8 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu run
 @pytest.mark.parametrize("normed", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim", "page_size", "tokens"), [(6, 2, 64, 16, 1), (32, 4, 128, 64, 3), (9, 3, 32, 5, 7), (5, 5, 64, 1, 7)]
+    ("heads", "kv_heads", "head_dim", "page_size", "tokens"),
+    [(6, 2, 64, 16, 1), (32, 4, 128, 64, 3), (9, 3, 32, 5, 7), (5, 5, 64, 1, 7), (16, 16, 128, 64, 1)],
 )
 def test_kv_append(
     heads: int,

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 
-from inference_service.kernels.attention import SplitAttention, StepLayout
+from inference_service.kernels.attention import AttentionSpec, SplitAttention, StepLayout
 from inference_service.kernels.attention_mixed import TorchPagedAttention
 from inference_service.kernels.attention_torch import TorchDecode, TorchPrefill
 
@@ -32,19 +29,6 @@ def make(positions: list[int], rows: list[int], heads: int, kv_heads: int, head_
     return q, kv, torch.tensor(positions).int(), torch.tensor(rows).int(), torch.nn.functional.pad(pages_RM, (0, 3)).int()[:, :width]
 
 
-@pytest.fixture
-def loop_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton 3.6 makes bounds of loops from arrays of one element, which numpy from 2.4 on refuses to take for a number."""
-    interpreter = pytest.importorskip("triton.runtime.interpreter")
-    patch: Callable[[Any, Any], None] = interpreter._patch_lang_tensor
-
-    def patched(tensor: Any, scope: Any) -> None:
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
-
-
 @pytest.mark.usefixtures("loop_bounds")
 @pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize("steps", POSITIONS)
@@ -54,6 +38,7 @@ def loop_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
         (8, 1, 128, 64, torch.float16),
         (9, 3, 64, 16, torch.float16),
         (2, 2, 64, 64, torch.float32),
+        (2, 2, 128, 64, torch.float16),
         (16, 1, 64, 48, torch.float32),
         (3, 1, 128, 128, torch.float32),
     ],
@@ -69,9 +54,36 @@ def test_against_the_reference(
     layout = StepLayout(0, [], [], positions, rows, pages, positions)
     reference = TorchPagedAttention()
     expected = reference(q.float(), kv.float(), reference.plan(layout, kv, heads))
-    o = attend(q, kv, positions, rows, pages, splits)
+    o = torch.full_like(q, float("nan"))
+    attend(q, kv, positions, rows, pages, splits, o, head_dim**-0.5)
     tolerance = 1e-5 if dtype == torch.float32 else 1e-2
     torch.testing.assert_close(o.float(), expected, atol=tolerance, rtol=tolerance)
+    assert not o[positions == -1].any()
+
+
+@pytest.mark.usefixtures("loop_bounds")
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize(
+    ("spec", "sinks"),
+    [
+        (AttentionSpec(), True),
+        (AttentionSpec(scale=0.3, window=64), False),
+        (AttentionSpec(window=1), True),
+        (AttentionSpec(window=100, soft_cap=1.5), True),
+    ],
+)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs this kernel on the GPU")
+def test_windows_soft_caps_and_sinks_against_the_reference(spec: AttentionSpec, sinks: bool, splits: int) -> None:
+    from inference_service.kernels.triton_paged import attend
+
+    q, kv, positions, rows, pages = make([0, 69, 129, 190, -1, -66], [0, 1, 2, 3, 7, 1], 3, 1, 64, 16)
+    sinks_H = torch.randn(3) if sinks else None
+    layout = StepLayout(0, [], [], positions, rows, pages, positions)
+    reference = TorchPagedAttention()
+    expected = reference(q, kv, reference.plan(layout, kv, 3, spec), sinks_H)
+    o = torch.full_like(q, float("nan"))
+    attend(q, kv, positions, rows, pages, splits, o, spec.scale_for(64), spec.soft_cap, spec.window, sinks_H)
+    torch.testing.assert_close(o, expected, atol=1e-5, rtol=1e-5)
     assert not o[positions == -1].any()
 
 

@@ -1,0 +1,220 @@
+"""Every call of FlashInfer that a step makes, each a custom operator. Keyword arguments, since their order differs between versions.
+
+To be imported where FlashInfer is installed. Shapes: T tokens, R rows, B decode rows, C hidden size, N outputs, I intermediate size,
+V vocabulary; otherwise as in `attention`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flashinfer.activation
+import flashinfer.decode
+import flashinfer.fused_moe
+import flashinfer.gemm
+import flashinfer.norm
+import flashinfer.prefill
+import flashinfer.sampling
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from inference_service.kernels.attention import AttentionSpec
+from inference_service.kernels.custom_op import custom_op, nothing
+from inference_service.kernels.gemm import fits_cute_dsl
+
+TUNE_MAX_TOKENS = 8192
+"""The largest batch that experts are tuned for; larger ones run as it does. FlashInfer keeps the first value of a process for good."""
+
+
+@custom_op(lambda x_TC, weight_C, eps, zero_centered: torch.empty_like(x_TC))
+def rms_norm(x_TC: Tensor, weight_C: Tensor, eps: float, zero_centered: bool) -> Tensor:
+    """`zero_centered`: the norm's weights are 1 + `weight_C`."""
+    y_TC: Tensor
+    if zero_centered:
+        y_TC = flashinfer.norm.gemma_rmsnorm(input=x_TC, weight=weight_C, eps=eps)
+    else:
+        y_TC = flashinfer.norm.rmsnorm(input=x_TC, weight=weight_C, eps=eps)
+    return y_TC
+
+
+@custom_op(nothing, mutates=("x_TC", "residual_TC"))
+def add_rms_norm(x_TC: Tensor, residual_TC: Tensor, weight_C: Tensor, eps: float, zero_centered: bool) -> None:
+    """Add x to the residual, and put the residual's norm into x."""
+    if zero_centered:
+        flashinfer.norm.gemma_fused_add_rmsnorm(input=x_TC, residual=residual_TC, weight=weight_C, eps=eps)
+    else:
+        flashinfer.norm.fused_add_rmsnorm(input=x_TC, residual=residual_TC, weight=weight_C, eps=eps)
+
+
+def _half(gate_up_T2I: Tensor) -> Tensor:
+    return gate_up_T2I.new_empty(*gate_up_T2I.shape[:-1], gate_up_T2I.shape[-1] // 2)
+
+
+@custom_op(_half)
+def silu_and_mul(gate_up_T2I: Tensor) -> Tensor:
+    y_TI: Tensor = flashinfer.activation.silu_and_mul(input=gate_up_T2I)
+    return y_TI
+
+
+@custom_op(_half)
+def gelu_tanh_and_mul(gate_up_T2I: Tensor) -> Tensor:
+    y_TI: Tensor = flashinfer.activation.gelu_tanh_and_mul(input=gate_up_T2I)
+    return y_TI
+
+
+def _linear(x_TC: Tensor, weight_NC: Tensor, bias_N: Tensor | None) -> Tensor:
+    return x_TC.new_empty(len(x_TC), len(weight_NC))
+
+
+@custom_op(_linear)
+def tinygemm(x_TC: Tensor, weight_NC: Tensor, bias_N: Tensor | None) -> Tensor:
+    y_TN = _linear(x_TC, weight_NC, bias_N)
+    flashinfer.gemm.tinygemm_bf16(input=x_TC, weight=weight_NC, out=y_TN, bias=bias_N)
+    return y_TN
+
+
+@custom_op(_linear)
+def cute_dsl_gemm(x_TC: Tensor, weight_NC: Tensor, bias_N: Tensor | None) -> Tensor:
+    if not fits_cute_dsl(x_TC, weight_NC):
+        return F.linear(x_TC, weight_NC, bias_N)
+    y_TN: Tensor = flashinfer.gemm.mm_bf16(a=x_TC, b=weight_NC.T, bias=bias_N, backend="cute-dsl")
+    return y_TN
+
+
+@custom_op(lambda x_TC, gate_up_E2IC, down_ECI, ids_TK, weights_TK: torch.empty_like(x_TC))
+def cutlass_moe(x_TC: Tensor, gate_up_E2IC: Tensor, down_ECI: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    y_TC = torch.empty_like(x_TC)
+    flashinfer.fused_moe.cutlass_fused_moe(
+        input=x_TC,
+        token_selected_experts=ids_TK,
+        token_final_scales=weights_TK,
+        fc1_expert_weights=gate_up_E2IC,
+        fc2_expert_weights=down_ECI,
+        output_dtype=x_TC.dtype,
+        quant_scales=None,
+        output=y_TC,
+        tune_max_num_tokens=TUNE_MAX_TOKENS,
+    )
+    return y_TC
+
+
+@custom_op(nothing, mutates=("o_BHD", "workspace"))
+def xqa(
+    q_BHD: Tensor,
+    kv_P2HSD: Tensor,
+    pages_BM: Tensor,
+    contexts_B: Tensor,
+    max_context: int,
+    scale: float,
+    o_BHD: Tensor,
+    workspace: Tensor,
+) -> None:
+    flashinfer.decode.xqa_batch_decode_with_kv_cache(
+        query=q_BHD,
+        kv_cache=kv_P2HSD,
+        workspace_buffer=workspace,
+        block_tables=pages_BM,
+        seq_lens=contexts_B,
+        max_seq_len=max_context,
+        bmm1_scale=scale,
+        bmm2_scale=1.0,
+        out=o_BHD,
+        kv_layout="HND",
+    )
+
+
+@custom_op(nothing, mutates=("o_THD", "workspace"))
+def fmha_v2(
+    q_THD: Tensor,
+    kv_P2HSD: Tensor,
+    pages_RM: Tensor,
+    contexts_R: Tensor,
+    starts_q: Tensor,
+    starts_kv: Tensor,
+    max_length: int,
+    max_context: int,
+    scale: float,
+    o_THD: Tensor,
+    workspace: Tensor,
+) -> None:
+    flashinfer.prefill.trtllm_fmha_v2_prefill(
+        qkv=(q_THD, kv_P2HSD),
+        input_layout="Q_PAGED_KV_HND",
+        workspace_buffer=workspace,
+        seq_lens=contexts_R,
+        max_q_len=max_length,
+        max_kv_len=max_context,
+        bmm1_scale=scale,
+        bmm2_scale=1.0,
+        batch_size=len(contexts_R),
+        cum_seq_lens_q=starts_q,
+        cum_seq_lens_kv=starts_kv,
+        block_tables=pages_RM,
+        out=o_THD,
+        mask_mode="causal",
+    )
+
+
+_WRAPPERS: list[Any] = []
+"""Where plans lie; an operator is told which by its number. Kept for good, as the kernels are that they load."""
+
+
+def make_wrapper(workspace: Tensor, backend: str) -> int:
+    """The number of a new wrapper of FlashInfer's FA2 or FA3."""
+    _WRAPPERS.append(flashinfer.prefill.BatchPrefillWithPagedKVCacheWrapper(workspace, kv_layout="HND", backend=backend))
+    return len(_WRAPPERS) - 1
+
+
+def plan_paged(
+    number: int,
+    starts: Tensor,
+    page_starts: Tensor,
+    pages: Tensor,
+    last_page_lengths: Tensor,
+    contexts: Tensor,
+    longest: int,
+    heads: int,
+    kv_P2HSD: Tensor,
+    spec: AttentionSpec,
+) -> None:
+    """Plan a step of causal attention; indices are int32, and on the host but for `pages`."""
+    wrapper, (_, _, kv_heads, page_size, head_dim) = _WRAPPERS[number], kv_P2HSD.shape
+    wrapper.plan(
+        qo_indptr=starts,
+        paged_kv_indptr=page_starts,
+        paged_kv_indices=pages,
+        paged_kv_last_page_len=last_page_lengths,
+        num_qo_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim_qk=head_dim,
+        page_size=page_size,
+        causal=True,
+        sm_scale=spec.scale,
+        window_left=-1 if spec.window is None else spec.window - 1,
+        logits_soft_cap=spec.soft_cap,
+        q_data_type=kv_P2HSD.dtype,
+        kv_data_type=kv_P2HSD.dtype,
+        seq_lens=contexts,
+        max_token_per_sequence=longest,
+    )
+
+
+@custom_op(nothing, mutates=("o_THD",))
+def paged_attention(q_THD: Tensor, kv_P2HSD: Tensor, number: int, o_THD: Tensor) -> None:
+    wrapper = _WRAPPERS[number]
+    wrapper.run(q=q_THD, paged_kv_cache=kv_P2HSD, out=o_THD)
+
+
+@custom_op(lambda p_RV, top_k_R: torch.empty_like(p_RV))
+def top_k_renorm(p_RV: Tensor, top_k_R: Tensor) -> Tensor:
+    """Keep each row's top k probabilities, and scale them to sum to 1. k is in [1, V]."""
+    kept_RV: Tensor = flashinfer.sampling.top_k_renorm_probs(probs=p_RV, top_k=top_k_R)
+    return kept_RV
+
+
+@custom_op(lambda p_RV, top_p_R: torch.empty_like(p_RV))
+def top_p_renorm(p_RV: Tensor, top_p_R: Tensor) -> Tensor:
+    """The same for the fewest most probable tokens that reach top_p."""
+    kept_RV: Tensor = flashinfer.sampling.top_p_renorm_probs(probs=p_RV, top_p=top_p_R, is_deterministic=True)
+    return kept_RV
