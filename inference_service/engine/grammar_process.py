@@ -29,6 +29,9 @@ COMPILERS = 2
 """Grammars compiled at the same time."""
 MEMORY_BYTES = 8 << 30
 """Beyond it, compiling ends with an error."""
+CACHE_BYTES = 1 << 30
+"""Of compiled grammars, which are kept for the next request that brings the same."""
+CONTROL = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
 MAX_WHITESPACE = 32
 """Between two parts of a JSON text: else a model may emit nothing but blanks until its limit."""
 
@@ -54,7 +57,14 @@ class Drop(Frame, frozen=True, tag="drop"):
 
 
 class Began(Frame, frozen=True, tag="began"):
-    """A grammar's compiling has begun."""
+    """Work on an answer has begun: the compiling of its grammar, or a mask. Whatever else is said of it ends that."""
+
+    key: int
+    compiling: bool = False
+
+
+class Compiled(Frame, frozen=True, tag="compiled"):
+    """A grammar's first mask is in line."""
 
     key: int
 
@@ -78,7 +88,7 @@ class Refusal(Frame, frozen=True, tag="refusal"):
 
 
 ToProcess = Compile | Advance | Drop
-FromProcess = Began | Mask | Refusal
+FromProcess = Began | Compiled | Mask | Refusal
 
 
 def run(connection: Connection, model_dir: str, vocab_size: int) -> None:
@@ -109,37 +119,51 @@ class Answers:
         self._compiler: Any = None
         self._usable: Words = np.zeros(0, np.int32)
         """The tokens that stand for text, or for the end."""
+        self._usable_in_json: Words = self._usable
+        """Of these, those without what JSON texts never hold, but xgrammar lets into strings of limited length; nor tabs."""
         self._answers: dict[int, Answer] = {}
-        # The engine may be as slow to read as it is to step: what is sent waits here, and never keeps this process from reading.
+        # The engine must never wait until it can send, however long a mask takes; nor may a slow engine keep this process from its work.
+        self._unread: SimpleQueue[ToProcess] = SimpleQueue()
         self._unsent: SimpleQueue[FromProcess] = SimpleQueue()
         threading.Thread(target=self._send_all, daemon=True).start()
+        threading.Thread(target=self._work, daemon=True).start()
 
     def serve(self) -> None:
         """Read messages until the other end is closed."""
         decoder = msgspec.msgpack.Decoder(ToProcess)
-        pool = ThreadPoolExecutor(COMPILERS)
         while True:
             try:
-                message = decoder.decode(self._connection.recv_bytes())
+                self._unread.put(decoder.decode(self._connection.recv_bytes()))
             except (EOFError, OSError):
                 # What is being compiled may never end.
                 os._exit(0)
-            match message:
+
+    def _work(self) -> None:
+        pool = ThreadPoolExecutor(COMPILERS)
+        while True:
+            match message := self._unread.get():
                 case Compile():
                     answer = self._answers[message.key] = Answer(message.key, message.grammar)
                     pool.submit(self._compile, answer)
                 case Advance():
-                    self._advance(self._answers[message.key], message.token_ids)
+                    try:
+                        self._advance(self._answers[message.key], message.token_ids)
+                    except Exception as error:
+                        self._unsent.put(Refusal(message.key, _readable(error)))
                 case Drop():
-                    del self._answers[message.key]
+                    # Unknown is what was at fault for the end of the process before this one.
+                    self._answers.pop(message.key, None)
 
     def _compile(self, answer: Answer) -> None:
         try:
             compiler = self._loaded(answer.grammar.end_ids)
-            self._unsent.put(Began(answer.key))
+            if answer.key not in self._answers:
+                return
+            self._unsent.put(Began(answer.key, compiling=True))
             import xgrammar
 
             compiled = _compile(compiler, answer.grammar)
+            self._unsent.put(Compiled(answer.key))
             with self._matching:
                 answer.matcher = xgrammar.GrammarMatcher(compiled)
             self._advance(answer, [])
@@ -151,6 +175,7 @@ class Answers:
             answer.pending += token_ids
             if answer.matcher is None:
                 return
+            self._unsent.put(Began(answer.key))
             for token_id in answer.pending:
                 if not answer.matcher.accept_token(token_id):
                     self._unsent.put(Refusal(answer.key, f"token {token_id} was drawn, which the grammar does not permit"))
@@ -159,10 +184,12 @@ class Answers:
             answer.pending.clear()
             self._unsent.put(self._mask(answer))
 
-    def _mask(self, answer: Answer) -> Mask:
+    def _mask(self, answer: Answer) -> Mask | Refusal:
         words_1W = np.zeros((1, -(-self._vocab_size // WORD)), np.int32)
         answer.matcher.fill_next_token_bitmask(words_1W)
-        words_W = words_1W[0] & self._usable
+        words_W = words_1W[0] & (self._usable_in_json if answer.grammar.kind == "json_schema" else self._usable)
+        if not words_W.any():
+            return Refusal(answer.key, f"permits neither a further token after {answer.length} of them, nor the end")
         going_on_W = words_W & ~_words(answer.grammar.end_ids, len(words_W))
         allowed_W = going_on_W if answer.grammar.ignore_end else words_W
         return Mask(answer.key, answer.length, allowed_W.astype("<i4").tobytes(), ended=not going_on_W.any())
@@ -183,7 +210,9 @@ class Answers:
                 # A special token is not the text that its name is, and must not stand in for it.
                 never = [token_id for token_id in tokenizer.special_ids if token_id < self._vocab_size and token_id not in end_ids]
                 self._usable = ~_words(never, -(-self._vocab_size // WORD))
-                self._compiler = xgrammar.GrammarCompiler(info, max_threads=1)
+                control = [token_id for token_id, text in enumerate(info.decoded_vocab) if CONTROL.search(text)]
+                self._usable_in_json = self._usable & ~_words(control, len(self._usable))
+                self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=CACHE_BYTES)
             return self._compiler
 
     def _send_all(self) -> None:

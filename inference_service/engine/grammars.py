@@ -15,19 +15,21 @@ from multiprocessing.process import BaseProcess
 
 import msgspec
 
-from inference_service.engine.grammar_process import Advance, Began, Compile, Drop, FromProcess, Mask, Refusal, ToProcess, run
+from inference_service.engine.grammar_process import Advance, Began, Compile, Compiled, Drop, FromProcess, Mask, Refusal, ToProcess, run
 from inference_service.messages import Grammar
 
 log = logging.getLogger(__name__)
 
 COMPILE_S = 10.0
 """A grammar that takes longer is refused."""
+MASK_S = 2.0
+"""One that takes longer for a mask is given up: all other answers with a grammar wait meanwhile."""
 
 
 class Guide:
     """Where one answer stands in its grammar."""
 
-    __slots__ = ("allowed", "began_s", "ended", "error", "grammar", "key", "ready", "token_ids")
+    __slots__ = ("allowed", "crashed", "ended", "error", "grammar", "key", "ready", "token_ids")
 
     def __init__(self, key: int, grammar: Grammar) -> None:
         self.key, self.grammar = key, grammar
@@ -41,8 +43,8 @@ class Guide:
         """The answer is whole: nothing may follow."""
         self.error = ""
         """Why there is no mask, nor will be."""
-        self.began_s = 0.0
-        """When its compiling began, while that goes on."""
+        self.crashed = False
+        """The process has ended over it: where it does so again, this is no accident."""
 
 
 class Grammars:
@@ -51,6 +53,8 @@ class Grammars:
     def __init__(self, model_dir: str, vocab_size: int) -> None:
         self._model_dir, self._vocab_size = model_dir, vocab_size
         self._guides: dict[int, Guide] = {}
+        self._busy: dict[int, tuple[float, str]] = {}
+        """What the process works on, by the guides' keys, of ended ones too: until when it may, and what is wrong with the grammar then."""
         self._next_key = 0
         self._process: BaseProcess | None = None
         self._connection: Connection | None = None
@@ -83,18 +87,24 @@ class Grammars:
 
     def poll(self) -> Iterator[Guide]:
         """Take in what the process has sent: the guides that have become ready, or failed."""
-        if not self._guides or self._connection is None:
+        if self._connection is None or not (self._guides or self._busy):
             return
         try:
             while self._connection.poll():
                 if guide := self._take(self._decoder.decode(self._connection.recv_bytes())):
                     yield guide
         except (EOFError, OSError):
-            yield from self._restart("crashes the compiler")
+            at_work = [self._guides[key] for key in self._busy if key in self._guides]
+            culprits = [guide.key for guide in at_work if guide.crashed]
+            for guide in at_work:
+                guide.crashed = True
+            yield from self._restart("crashes the compiler", culprits)
             return
-        limit_s = time.monotonic() - COMPILE_S
-        if any(0 < guide.began_s < limit_s for guide in self._guides.values()):
-            yield from self._restart(f"takes more than {COMPILE_S:g} s to compile", limit_s)
+        now_s = time.monotonic()
+        for key, (until_s, fault) in self._busy.items():
+            if until_s < now_s:
+                yield from self._restart(fault, [key])
+                return
 
     def close(self) -> None:
         """End the process."""
@@ -105,33 +115,36 @@ class Grammars:
         self._process = self._connection = None
 
     def _take(self, message: FromProcess) -> Guide | None:
+        if isinstance(message, Began):
+            limit_s, what = (COMPILE_S, "to compile") if message.compiling else (MASK_S, "for a token")
+            self._busy[message.key] = time.monotonic() + limit_s, f"takes more than {limit_s:g} s {what}"
+        else:
+            self._busy.pop(message.key, None)
         guide = self._guides.get(message.key)
         if guide is None:
             return None
         match message:
-            case Began():
-                guide.began_s = time.monotonic()
+            case Began() | Compiled():
                 return None
             case Mask():
-                guide.began_s = 0.0
                 if message.length < len(guide.token_ids):
                     return None
-                guide.allowed, guide.ended, guide.ready = message.allowed, message.ended, True
+                guide.allowed, guide.ended, guide.ready, guide.crashed = message.allowed, message.ended, True, False
             case Refusal():
-                guide.began_s, guide.error = 0.0, message.error
+                guide.error = message.error
         return guide
 
-    def _restart(self, fault: str, began_before_s: float = float("inf")) -> Iterator[Guide]:
-        """Replace the process. What it was compiling is at fault; all other answers go on where they were."""
-        log.warning("the grammar process is started anew: a grammar %s", fault)
+    def _restart(self, fault: str, culprits: list[int]) -> Iterator[Guide]:
+        """Replace the process. All answers but the culprits' go on where they were."""
+        log.warning("the grammar process is started anew: %s", f"a grammar {fault}" if culprits else "it has ended")
         self.close()
+        self._busy.clear()
         self._spawn()
         for guide in list(self._guides.values()):
-            if 0 < guide.began_s < began_before_s:
-                guide.began_s, guide.error = 0.0, fault
+            if guide.key in culprits:
+                guide.error = fault
                 yield guide
             else:
-                guide.began_s = 0.0
                 self._send(Compile(guide.key, guide.grammar))
                 if guide.token_ids:
                     self._send(Advance(guide.key, guide.token_ids))

@@ -42,9 +42,14 @@ class Choice:
         self._tokenizer = tokenizer
 
     @property
+    def has_last_message(self) -> bool:
+        """Whether it has ended, and in a way that has one."""
+        return self.finish is not None and self.finish.reason in _REASONS
+
+    @property
     def is_acceptable(self) -> bool:
         """Whether all is known that Accepted says, or will ever be."""
-        if self.finish is not None and self.finish.reason == "abort":
+        if self.has_last_message:
             return True
         scored = self.submit.prompt_logprobs < 0 or len(self._prompt_logprobs) == len(self.submit.token_ids) - 1
         return scored and bool(self.scheduled_ns)

@@ -11,6 +11,8 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
 DOMAIN = "inference.v1"
+MAX_MESSAGE = 300
+"""Characters. A message may quote the request, and stands in the trailers three times: clients take 8 KiB, and each may be 23 bytes."""
 
 
 class RpcError(Exception):
@@ -24,7 +26,7 @@ class RpcError(Exception):
         super().__init__(message)
         self.code = code
         self.reason = reason
-        self.message = message
+        self.message = message if len(message) <= MAX_MESSAGE else f"{message[:MAX_MESSAGE]}..."
         self.field = field
         self.retry_s = retry_s
 

@@ -54,7 +54,8 @@ class Generation:
         responses: list[pb.GenerateResponse] = []
         for choice, its_outputs in self._by_choice(outputs):
             deltas = choice.deltas(its_outputs)
-            if not self._accepted and self.choices[0].is_acceptable:
+            # An answer that its grammar permits to be empty alone ends before anything is computed, in whichever choice comes first.
+            if not self._accepted and (self.choices[0].is_acceptable or choice.has_last_message):
                 self._accepted = True
                 responses.append(self.choices[0].accepted(self.request_id))
             responses += deltas

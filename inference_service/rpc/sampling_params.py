@@ -14,8 +14,8 @@ MAX_BIASED_IDS = 1024
 MAX_BIAS = 100.0
 MAX_BAD_WORDS = 128
 MAX_WORD_LENGTH = 128
-REPETITION_PENALTIES = (0.01, 100.0)
-"""Beyond these, logits would leave what float32 can hold."""
+REPETITION_PENALTIES = (0.01 * (1 - 2**-24), 100.0)
+"""Beyond these, logits would leave what float32 can hold. A request's 0.01 is a float32, which is a little less."""
 MAX_PENALTY = 2.0
 
 

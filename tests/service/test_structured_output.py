@@ -83,6 +83,12 @@ def test_a_grammar(stub: InferenceServiceStub) -> None:
     assert re.fullmatch(r"\d \+ \d = \d\d?", text)
 
 
+def test_an_empty_answer_is_accepted_before_it_ends(stub: InferenceServiceStub) -> None:
+    events = list(stub.Generate(asked(pb.StructuredOutput(regex="a{0}"), n=3), timeout=TIMEOUT_S))
+    assert [event.WhichOneof("event") for event in events] == ["accepted"] + 3 * ["finished"]
+    assert {event.finished.reason for event in events[1:]} == {pb.FINISH_REASON_STOP}
+
+
 def test_choices_beside_bias_penalties_and_log_probabilities(stub: InferenceServiceStub) -> None:
     choices = ['a "quoted"\nline', "été", "no"]
     request = asked(pb.StructuredOutput(choices=pb.Choices(values=choices)), temperature=1, seed=4, repetition_penalty=1.5, n=4)
@@ -107,12 +113,13 @@ def test_beside_requests_without_a_grammar(stub: InferenceServiceStub) -> None:
     ("constraint", "message"),
     [
         (pb.StructuredOutput(regex="a("), r"structured_output.regex: .*position 3"),
-        (pb.StructuredOutput(grammar="root ::= x"), r"structured_output.grammar: .*line 1, column 11: Rule \"x\" is not defined"),
+        (pb.StructuredOutput(grammar="root ::= x"), r"structured_output.grammar: .*line 1, column 10: Rule \"x\" is not defined"),
         (pb.StructuredOutput(json_schema='{"type": }'), r"structured_output.json_schema: line 1, column 10: Expecting value"),
         (pb.StructuredOutput(json_schema='{"type": "objec"}'), r"structured_output.json_schema: Unsupported type \"objec\""),
         (pb.StructuredOutput(json_schema='{"items": {"not": {}}}'), r"structured_output.json_schema: at #/items/not: is not supported"),
         (pb.StructuredOutput(choices=pb.Choices()), r"structured_output.choices.values: 1 to 1024 strings, not 0"),
         (pb.StructuredOutput(choices=pb.Choices(values=["a", ""])), r"structured_output.choices.values\[1\]: is empty"),
+        (pb.StructuredOutput(json_schema='{"properties": {"%s": 5}}' % ("😀" * 10_000)), r"structured_output.json_schema: at #/prop"),
         (pb.StructuredOutput(regex="a" * 70_000), r"structured_output.regex: at most 65536 bytes"),
         (pb.StructuredOutput(), r"structured_output: one of json_schema, regex, grammar and choices is required"),
     ],
