@@ -26,8 +26,9 @@ help:
 demo: stubs model
 	$(BIN)/python benchmarks/demo.py
 
+# Most tests wait for processes, so some run at once; with a thread each for what they compute, which else would get in each other's way.
 test: lint model
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile
 
 test-peers: $(PEERS)/vllm/.installed $(PEERS)/llama_cpp/.installed stubs model
 	PEERS=$(PEERS) $(BIN)/python -m pytest tests/peers

@@ -130,7 +130,6 @@ class Finish(Frame, frozen=True):
     reason: str
     stop_token_id: int = -1
     """The token that ended it, with "stop"."""
-    preemptions: int = 0
     error: str = ""
     """With "invalid" and "failed": what is wrong with the grammar."""
 
@@ -149,6 +148,8 @@ class Output(Frame, frozen=True):
     finish: Finish | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     """Of prompt tokens that a prefill chunk has computed, in order, from the second on: nothing comes before the first."""
+    preemptions: int = 0
+    """So far. Not in Finish, since the front end ends an answer by itself at a stop string, or at its client's wish."""
 
 
 class Load(Frame, frozen=True):

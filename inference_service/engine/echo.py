@@ -57,10 +57,7 @@ class EchoExecutor:
             if row.token_ids:
                 self._last[row.slot] = row.token_ids[-1]
             if row.samples:
-                token_id = (self._last[row.slot] + 1) % self.info.vocab_size
-                while not _permits(row, self._last[row.slot], token_id):
-                    token_id = (token_id + 1) % self.info.vocab_size
-                self._last[row.slot] = token_id
+                token_id = self._last[row.slot] = _draw(row, self._last[row.slot], self.info.vocab_size)
                 ids.append(token_id)
                 logprobs.append(_certain(token_id, row.logprobs) if row.logprobs >= 0 else None)
         return EchoTicket(StepResult(ids, logprobs, prompt_logprobs), self._ends)
@@ -69,10 +66,22 @@ class EchoExecutor:
         """Nothing is held."""
 
 
+def _draw(row: Row, last: int, vocab_size: int) -> int:
+    """The first id after `last` that grammar and bans permit; where there is none, the bans do not hold, as in execution/edits.py."""
+    for permits in (_permits, _allows):
+        for step in range(1, vocab_size + 1):
+            token_id = (last + step) % vocab_size
+            if permits(row, last, token_id):
+                return token_id
+    raise ValueError("the grammar permits no token")
+
+
 def _permits(row: Row, last: int, token_id: int) -> bool:
-    if row.allowed and not row.allowed[token_id // 8] >> token_id % 8 & 1:
-        return False
-    return token_id not in row.banned_ids and (last, token_id) not in row.banned_after
+    return _allows(row, last, token_id) and token_id not in row.banned_ids and (last, token_id) not in row.banned_after
+
+
+def _allows(row: Row, last: int, token_id: int) -> bool:
+    return not row.allowed or bool(row.allowed[token_id // 8] >> token_id % 8 & 1)
 
 
 def _certain(token_id: int, alternatives: int) -> TokenLogprobs:

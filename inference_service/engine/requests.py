@@ -27,12 +27,15 @@ class Request:
         "guide",
         "in_flight",
         "is_plain",
+        "max_length",
+        "min_length",
         "node",
         "origin",
         "pages",
         "parent",
         "preemptions",
         "prompt_scored",
+        "prompt_tokens",
         "published",
         "rank",
         "reported",
@@ -51,6 +54,11 @@ class Request:
         self.rank = rank
         """Its place in the order in which requests get their turn; the second number is its own alone."""
         self.tokens = list(submit.token_ids)
+        # Numbers, not properties: each is asked for every row of every step.
+        self.prompt_tokens = len(submit.token_ids)
+        self.min_length = self.prompt_tokens + submit.min_tokens
+        """Of the sequence, below which no stop token is drawn."""
+        self.max_length = self.prompt_tokens + submit.max_tokens
         self.stop_ids = frozenset(submit.stop_token_ids)
         self.bad_words = BadWords(submit.sampling.bad_words) if submit.sampling.bad_words else None
         self.is_plain = (
@@ -96,10 +104,6 @@ class Request:
         return self.guide is not None and (self.in_flight > 0 or not self.guide.ready)
 
     @property
-    def prompt_tokens(self) -> int:
-        return len(self.submit.token_ids)
-
-    @property
     def scores_prompt(self) -> bool:
         """Whether log-probabilities of the prompt are still to be told: then its tokens must be computed, wherever their pages are."""
         return self.submit.prompt_logprobs >= 0 and self.prompt_scored < self.prompt_tokens - 1
@@ -116,13 +120,9 @@ class Request:
         return len(self.tokens) + self.in_flight
 
     @property
-    def output_length(self) -> int:
-        return self.length - self.prompt_tokens
-
-    @property
     def is_complete(self) -> bool:
         """Whether the token limit is reached, counting the one in flight: nothing is left to compute."""
-        return self.output_length >= self.submit.max_tokens
+        return self.length >= self.max_length
 
     def __repr__(self) -> str:
         return f"Request({self.submit.key}, {self.computed}/{self.length} computed, {len(self.pages)} pages)"

@@ -10,7 +10,7 @@ def make_row(request: Request, token_ids: list[int], length: int, samples: bool)
     """The row of the next `length` tokens: those given, or for a decode the one that the device has."""
     submit = request.submit
     row = Row(request.slot, request.computed, length, token_ids, request.pages, samples, submit.sampling, submit.logprobs)
-    if samples and request.output_length < submit.min_tokens:
+    if samples and request.length < request.min_length:
         row.banned_ids = submit.stop_token_ids
     if request.is_plain:
         row.known_plain = not row.banned_ids

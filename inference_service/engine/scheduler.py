@@ -104,7 +104,7 @@ class Scheduler:
         while (request := self._deadlines.first) and request.submit.deadline_ns <= now_ns:
             late.append(request)
             self._drop(request)
-        return [(r, self._output(r, [], Finish("deadline", preemptions=r.preemptions))) for r in late]
+        return [(r, self._output(r, [], Finish("deadline"))) for r in late]
 
     def follow_grammars(self) -> list[tuple[Request, Output]]:
         """Take in the masks that are made: requests may go on, or turn out to have ended, or to be impossible."""
@@ -113,9 +113,9 @@ class Scheduler:
             request = self._guided[guide.key]
             finish = None
             if guide.error:
-                finish = Finish("failed" if request.scheduled_ns else "invalid", preemptions=request.preemptions, error=guide.error)
+                finish = Finish("failed" if request.scheduled_ns else "invalid", error=guide.error)
             elif guide.ended:
-                finish = Finish("stop", preemptions=request.preemptions)
+                finish = Finish("stop")
             elif request.compiles:
                 self._enqueue(request)
             if finish:
@@ -150,16 +150,15 @@ class Scheduler:
 
     def _growing_decodes(self) -> list[Request]:
         """The requests that decode in this step, each with a page for its next token; some may be preempted to make that so."""
-        for request in list(self.running):
-            while self._wants_decode(request) and len(request.pages) * self.pages.page_size <= request.computed:
+        decodes = [request for request in self.running if request.decodes and not request.is_complete and not request.lacks_mask]
+        for request in decodes:
+            while request.decodes and len(request.pages) * self.pages.page_size <= request.computed:
                 if self.pages.available:
                     request.pages += self.pages.allocate(1)
                 elif not self._prompts.reclaim():
                     self._preempt(max(self.running, key=lambda request: request.rank))
-        return [request for request in self.running if self._wants_decode(request)]
-
-    def _wants_decode(self, request: Request) -> bool:
-        return request.decodes and not request.is_complete and not request.lacks_mask
+        # Those preempted decode no longer.
+        return [request for request in decodes if request.decodes]
 
     def _decode_row(self, request: Request) -> Row:
         row = self._row(request, [], 1, samples=True)
@@ -283,9 +282,9 @@ class Scheduler:
     def _append(self, request: Request, token_id: int) -> Finish | None:
         request.tokens.append(token_id)
         if token_id in request.stop_ids:
-            return Finish("stop", token_id, request.preemptions)
-        if len(request.tokens) - request.prompt_tokens >= request.submit.max_tokens:
-            return Finish("length", preemptions=request.preemptions)
+            return Finish("stop", token_id)
+        if len(request.tokens) >= request.max_length:
+            return Finish("length")
         return None
 
     def _publish(self, request: Request) -> None:
@@ -307,11 +306,10 @@ class Scheduler:
         logprobs: list[TokenLogprobs] | None = None,
         prompt_logprobs: list[TokenLogprobs] | None = None,
     ) -> Output:
-        key = request.submit.key
-        if request.reported or not request.scheduled_ns:
-            return Output(key, ids, logprobs, finish=finish, prompt_logprobs=prompt_logprobs)
-        request.reported = True
-        return Output(key, ids, logprobs, request.scheduled_ns, request.cached_tokens, finish, prompt_logprobs)
+        key, scheduled_ns, cached_tokens = request.submit.key, 0, 0
+        if not request.reported and request.scheduled_ns:
+            request.reported, scheduled_ns, cached_tokens = True, request.scheduled_ns, request.cached_tokens
+        return Output(key, ids, logprobs, scheduled_ns, cached_tokens, finish, prompt_logprobs, request.preemptions)
 
     # --- leaving ---
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,13 @@ INDEX = "model.safetensors.index.json"
 IGNORED = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 """Endings of tensors that old checkpoints hold and that are computed."""
 
+FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+"""The dtypes whose values are weights as they stand, and their bytes."""
+
 BLOCKS, SCALES = "_blocks", "_scales"
 """Endings of the two tensors that stand for one in MXFP4."""
+PACKED = {"U8": 1}
+"""Their dtype, and its bytes."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +32,10 @@ class Entry:
     """A tensor as its file's header describes it."""
 
     file: Path
+    dtype: str
     shape: tuple[int, ...]
+    end: int
+    """Of its bytes, counted from the header's end."""
     scales: Path | None = None
     """The file of its scales, if it is in MXFP4."""
 
@@ -34,7 +43,8 @@ class Entry:
 def load_checkpoint(model_dir: Path, weights: dict[str, Tensor], tied_embeddings: bool = False) -> None:
     """Copy every tensor of the checkpoint into its place in `weights`, converting the dtype.
 
-    Raises ModelError, which names file and tensor, for a missing, unexpected, misshapen or cut-off tensor, before anything is copied.
+    Raises ModelError, which names file and tensor, for a missing, unexpected, misshapen or cut-off tensor and for one that is not of
+    floating-point numbers, before anything is copied.
     """
     entries = _join_mxfp4(_read_entries(model_dir))
     unwanted = {name for name in entries if name.endswith(IGNORED) or (tied_embeddings and name == "lm_head.weight")}
@@ -53,7 +63,9 @@ def _join_mxfp4(entries: dict[str, Entry]) -> dict[str, Entry]:
         blocks, scales = joined.pop(name), joined.pop(plain + SCALES)
         if len(blocks.shape) != 4 or scales.shape != blocks.shape[:-1]:
             raise ModelError(f"{scales.file}: {plain + SCALES} has shape {scales.shape}, which does not fit {name}'s {blocks.shape}")
-        joined[plain] = Entry(blocks.file, plain_shape(blocks.shape), scales.file)
+        for entry, part in ((blocks, name), (scales, plain + SCALES)):
+            _check_dtype(entry, part, PACKED)
+        joined[plain] = replace(blocks, shape=plain_shape(blocks.shape), scales=scales.file)
     return joined
 
 
@@ -79,6 +91,13 @@ def _check(entries: dict[str, Entry], weights: dict[str, Tensor], model_dir: Pat
     for name, entry in entries.items():
         if entry.shape != tuple(weights[name].shape):
             raise ModelError(f"{entry.file}: {name} has shape {entry.shape}, but config.json says {tuple(weights[name].shape)}")
+        if entry.scales is None:
+            _check_dtype(entry, name, FLOATS)
+
+
+def _check_dtype(entry: Entry, name: str, supported: dict[str, int]) -> None:
+    if entry.dtype not in supported:
+        raise ModelError(f"{entry.file}: {name} has dtype {entry.dtype}, which is not supported; supported are {', '.join(supported)}")
 
 
 def _read_entries(model_dir: Path) -> dict[str, Entry]:
@@ -114,17 +133,30 @@ def _read_header(file: Path) -> dict[str, Entry]:
             length = int.from_bytes(stream.read(8), "little")
             if length > size - 8:
                 raise ModelError(f"{file}: is cut off within its header")
-            header: dict[str, Any] = json.loads(stream.read(length))
+            header = json.loads(stream.read(length))
     except OSError as error:
         raise ModelError(f"{file}: {error.strerror}") from None
-    except (json.JSONDecodeError, UnicodeDecodeError):
-        raise ModelError(f"{file}: is not a safetensors file") from None
-    header.pop("__metadata__", None)
-    for name, tensor in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-        end = 8 + length + tensor["data_offsets"][1]
-        if end > size:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError):
+        header = None
+    if not isinstance(header, dict):
+        raise ModelError(f"{file}: is not a safetensors file")
+    entries = {name: _read_entry(file, name, tensor) for name, tensor in header.items() if name != "__metadata__"}
+    for name, entry in sorted(entries.items(), key=lambda item: item[1].end):
+        if (end := 8 + length + entry.end) > size:
             raise ModelError(f"{file}: is cut off within {name}: it has {size} bytes and needs {end} or more")
-    return {name: Entry(file, tuple(tensor["shape"])) for name, tensor in header.items()}
+    return entries
+
+
+def _read_entry(file: Path, name: str, tensor: Any) -> Entry:
+    try:
+        begin, end = map(int, tensor["data_offsets"])
+        entry = Entry(file, str(tensor["dtype"]), tuple(map(int, tensor["shape"])), end)
+    except (LookupError, TypeError, ValueError):
+        raise ModelError(f"{file}: {name}: its dtype, shape and data_offsets cannot be read") from None
+    size = (FLOATS | PACKED).get(entry.dtype)
+    if size and math.prod(entry.shape) * size != end - begin:
+        raise ModelError(f"{file}: {name} has {end - begin} bytes, which are not {entry.shape} in {entry.dtype}")
+    return entry
 
 
 def _listed(names: list[str]) -> str:

@@ -32,6 +32,7 @@ class Choice:
         self.scheduled_ns = 0
         self.cached_tokens = 0
         self.completion_tokens = 0
+        self.preemptions = 0
         self.engine_first_ns = 0
         self.engine_last_ns = 0
         self.first_delta_ns = 0
@@ -86,6 +87,7 @@ class Choice:
         times: list[int] = []
         logprobs: list[TokenLogprobs] | None = [] if self.submit.logprobs >= 0 else None
         finish: Finish | None = None
+        end_ns = 0
         for time_ns, output in outputs:
             if output.scheduled_ns:
                 self.scheduled_ns, self.cached_tokens = output.scheduled_ns, output.cached_tokens
@@ -96,16 +98,23 @@ class Choice:
                 logprobs += output.logprobs or []
             if output.prompt_logprobs:
                 self._prompt_logprobs += output.prompt_logprobs
+            if output.preemptions:
+                self.preemptions = output.preemptions
             if output.finish is not None:
-                finish = output.finish
-                if finish.stop_token_id >= 0:
-                    self.completion_tokens += 1
-                    self._note_tokens(time_ns, time_ns)
+                finish, end_ns = output.finish, time_ns
                 break
-        if ids:
-            self.completion_tokens += len(ids)
-            self._note_tokens(times[0], times[-1])
-        return self._assembled(ids, times, logprobs, finish)
+        piece = self._assembler.push(ids, times, logprobs) if ids else None
+        pieces = [piece]
+        if piece is not None and piece.stop:
+            # What came after the stop string does not count, not even an end.
+            times = times[: len(times) - piece.unused]
+        elif finish is not None:
+            pieces.append(self._assembler.finish())
+            if finish.stop_token_id >= 0:
+                times = [*times, end_ns]
+        self._note_tokens(times)
+        self.finish = finish
+        return self._streamed(pieces)
 
     def finished(self, cached_tokens: int) -> list[pb.GenerateResponse]:
         """The choice's last message, once it has ended in a way that has one. `cached_tokens` are the request's."""
@@ -120,7 +129,7 @@ class Choice:
                 scheduled_unix_ns=_unix_or_0(self.scheduled_ns),
                 first_token_unix_ns=_unix_or_0(self.engine_first_ns),
                 last_token_unix_ns=_unix_or_0(self.engine_last_ns),
-                preemptions=self.finish.preemptions,
+                preemptions=self.preemptions,
             ),
         )
         if self.stop_string:
@@ -129,26 +138,20 @@ class Choice:
             finished.stop_token_id = self.finish.stop_token_id
         return [pb.GenerateResponse(finished=finished)]
 
-    def _note_tokens(self, first_ns: int, last_ns: int) -> None:
-        self.engine_first_ns = self.engine_first_ns or first_ns
-        self.engine_last_ns = last_ns
+    def _note_tokens(self, times: list[int]) -> None:
+        if times:
+            self.completion_tokens += len(times)
+            self.engine_first_ns = self.engine_first_ns or times[0]
+            self.engine_last_ns = times[-1]
 
-    def _assembled(
-        self, ids: list[int], times: list[int], logprobs: list[TokenLogprobs] | None, finish: Finish | None
-    ) -> list[pb.GenerateResponse]:
+    def _streamed(self, pieces: list[Piece | None]) -> list[pb.GenerateResponse]:
         """Deltas of what the new tokens make certain. A stop string among it ends the choice, whatever the engine says."""
-        self.finish = finish
-        pieces = [self._assembler.push(ids, times, logprobs) if ids else None]
-        if finish is not None:
-            pieces.append(self._assembler.finish())
         deltas = []
         for piece in pieces:
             if piece is None:
                 continue
             if piece.stop:
-                self.stop_string = piece.stop
-                self.completion_tokens -= piece.unused
-                self.finish = Finish("stop", preemptions=finish.preemptions if finish else 0)
+                self.stop_string, self.finish = piece.stop, Finish("stop")
             if piece.token_ids or piece.text:
                 deltas.append(self._delta(piece))
         return deltas

@@ -165,7 +165,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             longest_answer=max(tokens),
             choices=len(choices),
             finish_reasons=[finish.reason for finish in finishes],
-            preemptions=sum(finish.preemptions for finish in finishes),
+            preemptions=sum(choice.preemptions for choice in choices),
         )
 
     def _request_reader(self) -> RequestReader:

@@ -81,6 +81,7 @@ class Answer:
     ids: list[int]
     cached_tokens: int = -1
     finish: Finish | None = None
+    preemptions: int = 0
 
 
 class Harness:
@@ -98,7 +99,10 @@ class Harness:
         self.scheduler.submit(submit)
 
     def step(self) -> bool:
+        running, preemptions = set(self.scheduler.running), self.scheduler.preemptions
         scheduled = self.scheduler.schedule(now_ns=1)
+        if self.scheduler.preemptions > preemptions:
+            assert running.issuperset(self.scheduler.running), "somebody is admitted in the step that preempts another"
         launched = None
         if scheduled:
             self.check_writes(scheduled.plan)
@@ -140,7 +144,7 @@ class Harness:
                 answer.cached_tokens = output.cached_tokens
             assert answer.cached_tokens >= 0, "output before it was scheduled"
             answer.ids += output.token_ids
-            answer.finish = output.finish
+            answer.finish, answer.preemptions = output.finish, output.preemptions
 
     def finish(self, limit: int = 5000) -> None:
         for _ in range(limit):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -89,6 +90,14 @@ def truncate_header(model_dir: Path) -> None:
     (model_dir / "model-2.safetensors").write_bytes(b"\xff\0\0\0\0\0\0\0{")
 
 
+def rewrite_header(model_dir: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    path = model_dir / "model-2.safetensors"
+    content = path.read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = json.dumps(change(json.loads(content[8:end]))).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + content[end:])
+
+
 def add_to_index(model_dir: Path) -> None:
     index = model_dir / "model.safetensors.index.json"
     placed = json.loads(index.read_text())["weight_map"]
@@ -101,6 +110,25 @@ def add_to_index(model_dir: Path) -> None:
         (lambda d: rewrite(d, lambda c: c.__delitem__("b.weight")), ["model-2.safetensors", "b.weight"]),
         (lambda d: rewrite(d, lambda c: c.update(e=torch.zeros(1))), ["model-2.safetensors", "holds e"]),
         (lambda d: rewrite(d, lambda c: c.update({"b.weight": torch.zeros(5)})), ["model-2.safetensors", "b.weight", "(5,)", "(3,)"]),
+        (
+            lambda d: rewrite(d, lambda c: c.update({"b.weight": torch.zeros(3, dtype=torch.int32)})),
+            ["model-2.safetensors", "b.weight", "I32"],
+        ),
+        (
+            lambda d: rewrite(d, lambda c: c.update({"b.weight": torch.zeros(3, dtype=torch.float8_e4m3fn)})),
+            ["model-2.safetensors", "b.weight", "F8_E4M3"],
+        ),
+        (
+            lambda d: rewrite(d, lambda c: c.update({"b.weight": torch.zeros(3, dtype=torch.uint8)})),
+            ["model-2.safetensors", "b.weight", "U8"],
+        ),
+        (lambda d: rewrite_header(d, lambda h: []), ["model-2.safetensors", "not a safetensors file"]),
+        (lambda d: rewrite_header(d, lambda h: h | {"b.weight": 7}), ["model-2.safetensors", "b.weight", "cannot be read"]),
+        (lambda d: rewrite_header(d, lambda h: h | {"b.weight": {"dtype": "F32"}}), ["model-2.safetensors", "b.weight", "cannot be read"]),
+        (
+            lambda d: rewrite_header(d, lambda h: h | {"b.weight": h["b.weight"] | {"data_offsets": [0, 8]}}),
+            ["model-2.safetensors", "b.weight has 8 bytes", "(3,) in F32"],
+        ),
         (truncate, ["model-2.safetensors", "cut off within", ".weight"]),
         (truncate_header, ["model-2.safetensors", "header"]),
         (lambda d: (d / "model-2.safetensors").write_bytes(b""), ["model-2.safetensors", "header"]),

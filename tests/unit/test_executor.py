@@ -130,11 +130,14 @@ def test_chunks_that_are_not_the_last_draw_nothing(executor: Executor) -> None:
 def test_pages_are_copied_before_anything_else(executor: Executor) -> None:
     """Slot 1 goes on from slot 0's first page and a copy of its second one, which the same step writes, and copies to as well."""
     ids = PROMPTS[2]
-    expected = run(executor, row(0, 0, ids)).token_ids
-    fork = row(1, 7, ids[7:], pages=[0, PAGES_EACH, PAGES_EACH + 1])
-    copies = [(1, PAGES_EACH), (2 * PAGES_EACH, 1), (3 * PAGES_EACH, 2 * PAGES_EACH)]
+    expected = run(executor, row(0, 0, ids, logprobs=0))
+    fork = row(1, 7, ids[7:], pages=[0, PAGES_EACH, PAGES_EACH + 1], logprobs=0)
+    # In the order in which copies made one by one would spread what the ones before have written.
+    copies = [(3 * PAGES_EACH, 2 * PAGES_EACH), (2 * PAGES_EACH, 1), (1, PAGES_EACH)]
     result = executor.launch(StepPlan([fork, row(0, 4, [9, 8, 7, 6])], copies)).wait()
-    assert result.token_ids[0] == expected[0]
+    drawn, wanted = result.logprobs[0], expected.logprobs[0]
+    assert drawn and wanted and result.token_ids[0] == expected.token_ids[0]
+    assert drawn.chosen == pytest.approx(wanted.chosen, abs=1e-5)
 
 
 def test_banned_ids_give_way_to_the_next_best(executor: Executor, model_dir: Path) -> None:

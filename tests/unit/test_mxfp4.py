@@ -71,6 +71,9 @@ def test_a_checkpoint_that_does_not_fit_is_refused_by_name(published: tuple[Path
     write(model_dir, tensors | {f"{name}_scales": tensors[f"{name}_scales"][:, 1:]})
     with pytest.raises(ModelError, match=rf"model-2\.safetensors: {name}_scales has shape"):
         load(model_dir)
+    write(model_dir, tensors | {f"{name}_scales": tensors[f"{name}_scales"].float()})
+    with pytest.raises(ModelError, match=rf"model-2\.safetensors: {name}_scales has dtype F32"):
+        load(model_dir)
     write(model_dir, tensors | {f"{name}_{part}": tensors[f"{name}_{part}"][:, 1:] for part in ("blocks", "scales")})
     with pytest.raises(ModelError, match=rf"{name} has shape \(6, 32, 95\), but config\.json says \(6, 32, 96\)"):
         load(model_dir)

@@ -102,9 +102,10 @@ def test_the_youngest_is_preempted_and_comes_back_first() -> None:
         preempted = next((request for request in harness.scheduler.waiting if request.preemptions), None)
     running = [request.submit.key for request in harness.scheduler.running]
     assert all(key < preempted.submit.key for key in running), "an older one lost its pages"
+    assert harness.answers[preempted.submit.key].preemptions == 1, "told with the token in flight: it may be aborted before the next"
     assert harness.scheduler.waiting.first is preempted and len(harness.scheduler.waiting) > 1
     harness.finish()
-    assert sum(answer.finish.preemptions for answer in harness.answers.values() if answer.finish) == harness.scheduler.preemptions
+    assert sum(answer.preemptions for answer in harness.answers.values()) == harness.scheduler.preemptions
     assert [answer.ids for answer in harness.answers.values()] == [reference(make(k, [k % 2], max_tokens=7))[0] for k in range(4)]
 
 

@@ -71,6 +71,17 @@ def test_prompts_held_for_forks_give_way() -> None:
         assert answer.finish and len(answer.ids) == (8 if key == 20 else 2)
 
 
+def test_a_prompt_held_for_forks_stays_while_what_runs_will_make_room() -> None:
+    harness = Harness(Batch(max_requests=3), pages=10, page_size=4, prefix=False)
+    for each in choices(make(0, [0] * 12, max_tokens=3), 2):
+        harness.submit(each)
+    harness.step()
+    harness.submit(make(10, [1, 0] * 12, max_tokens=2, priority=1))
+    harness.finish()
+    assert harness.first_admissions() == [0, 10, 1], "the large one waits until the first choice has ended, and the second for it"
+    assert harness.prefill_tokens() == 12 + 24 + 1
+
+
 def test_a_larger_priority_goes_first() -> None:
     harness = Harness(Batch(max_requests=1), pages=64, page_size=4)
     for key, priority in enumerate([0, 1, -(2**31), 2**31 - 1, 0, 1]):
@@ -99,7 +110,7 @@ def test_the_least_urgent_is_preempted() -> None:
         harness.submit(make(key, [key % 2], max_tokens=7, priority=priority))
     harness.finish()
     assert harness.scheduler.preemptions > 0
-    assert [key for key, answer in harness.answers.items() if answer.finish and answer.finish.preemptions] == [1]
+    assert [key for key, answer in harness.answers.items() if answer.preemptions] == [1]
 
 
 def test_who_runs_is_not_preempted_for_who_waits() -> None:
