@@ -2,10 +2,11 @@
 
     python benchmarks/loadgen_accuracy.py
 
-The server of the tests lets requests wait as it is told to, and says afterwards when it sent what; the file of requests says which of
-them the window holds. What the load generator says of these must be within 2 ms at p50 and 5 ms at p99. Runs with stalls then show
-coordinated omission: a closed loop asks a server that stands still for nothing, and a client that stands still sends late; the latency
-from when requests were due shows both. Wants a quiet machine. The exit status is 1 where a figure is wrong or a run is not trusted.
+A server that stamps at its socket lets requests wait as it is told to, and says afterwards when it sent what; the file of requests says
+which of them the window holds. What the load generator says of these must be within 2 ms at p50 and 5 ms at p99. Runs with stalls then
+show coordinated omission: a closed loop asks a server that stands still for nothing, and a client that stands still sends late; the
+latency from when requests were due shows both. Wants a quiet machine, or `chrt -r 1` before it. The exit status is 1 where a figure is
+wrong or a run is not trusted.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from rich.table import Table
 from loadgen._result import Level, RequestRecord, Spread, read_result
 
 ROOT = Path(__file__).parents[1]
-STUB = ROOT / "tests" / "service" / "_stub_server.py"
+STUB = Path(__file__).with_name("wire_stub.py")
 LIMITS_MS = {"p50": 2.0, "p90": 5.0, "p99": 5.0}
-STEADY = ("--first-token-s", "0.05", "--spread-s", "0.1", "--gap-s", "0.02", "--slots", "256")
-COARSE = ("--first-token-s", "0.05", "--spread-s", "0.4", "--gap-s", "0.02", "--slots", "256")
-STALLS = ("--first-token-s", "0.02", "--stall-s", "0.5", "--stall-every-s", "2.031", "--gap-s", "0.005", "--slots", "256")
+STEADY = ("--first-token-s", "0.05", "--spread-s", "0.1", "--gap-s", "0.02")
+COARSE = ("--first-token-s", "0.05", "--spread-s", "0.4", "--gap-s", "0.02")
+STALLS = ("--first-token-s", "0.02", "--stall-s", "0.5", "--stall-every-s", "2.031", "--gap-s", "0.005")
 """Not a multiple of the time between two requests: so each stall meets them at another moment, and percentiles do not jump."""
 GOOD_MS = 200.0
 """In the middle between two of the coarse delays, which are 4 ms apart: no noise decides who is good."""

@@ -113,6 +113,7 @@ class Collector:
             self._leave(lost=len(self._running))
         self._requests.close()
         self._result = self._make_result()
+        self._written = self._write(self._result)
         if not self._options.headless:
             self._report()
 
@@ -125,7 +126,7 @@ class Collector:
         if self._result and (self._options.headless or self._options.autostart) and not self._runner.exceptions:
             failed = self._options.exit_code_on_error
             # Locust has the failures of the warm-up too; we those that its workers had not told it yet.
-            if status := exit_status(self._result, failed):
+            if status := exit_status(self._result, failed) or int(not self._written):
                 self._environment.process_exit_code = failed if self._runner.errors else status
 
     def quit(self, **_: Any) -> None:
@@ -195,7 +196,7 @@ class Collector:
             gevent.sleep(_TICK_S)
         self._runner.send_message(CLOSE, {"drain_s": self._loadtest.drain_s})
         with gevent.Timeout(self._loadtest.drain_s + _LAST_REPORTS_S, False):
-            while self._running - self._drained:
+            while self._alive - self._drained:
                 gevent.sleep(_TICK_S)
         self._leave(lost=len(self._running - self._drained))
         # The next level does not wait for those that were lost.
@@ -216,7 +217,12 @@ class Collector:
         return bool(self._options.loadgen_timed) and time.monotonic() - self._opened_s >= self._loadtest.duration_s
 
     def _all_exhausted(self) -> bool:
-        return bool(self._running) and self._exhausted >= self._running
+        return bool(self._running) and self._exhausted >= self._alive
+
+    @property
+    def _alive(self) -> set[str]:
+        """Of the processes that run, those that Locust still hears of: nobody waits for one that was killed."""
+        return self._running & set(self._processes()) if isinstance(self._runner, MasterRunner) else self._running
 
     def _leave(self, lost: int) -> None:
         assert self._load is not None
@@ -298,9 +304,15 @@ class Collector:
             return
         self._unreported = False
         print_result(self._result)
+
+    def _write(self, result: Result) -> bool:
+        """Whether all files could be written."""
+        written = not self._requests.failed
         for path, write in ((self._options.json_out, write_result), (self._options.html_out, write_report)):
             try:
                 if path:
-                    write(self._result, path)
+                    write(result, path)
             except OSError as error:
                 log.error("cannot write %s: %s", path, error.strerror)
+                written = False
+        return written

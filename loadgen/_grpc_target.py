@@ -58,6 +58,7 @@ class GrpcTarget:
                     observation.cached_tokens = response.accepted.cached_tokens
                 elif event == "finished":
                     finished = response.finished
+                    observation.ended_ns = received_ns
                     _note_timings(finished.timings, observation)
             observation.failure = _breach(observation, request, finished)
             observation.cut_off = False
@@ -65,7 +66,8 @@ class GrpcTarget:
             observation.failure = failure_of(error)
             observation.cut_off = False
         finally:
-            observation.ended_ns = time.monotonic_ns()
+            # The status that follows the last message says nothing about the answer, and costs the client as much as a message.
+            observation.ended_ns = observation.ended_ns or time.monotonic_ns()
             # Nothing to do after the end of a stream; where the greenlet is killed in the middle, this is what ends the call.
             call.cancel()
             end_span(span, observation, request_id, self._model_name)

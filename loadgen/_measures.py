@@ -82,7 +82,7 @@ class Measures(msgspec.Struct):
     good: int = 0
     good_inside: int = 0
     judged: int = 0
-    """Sent in the window, and completed or failed: good or not."""
+    """Sent in the window, and completed, failed, or cut off when they were beyond a limit already: good or not."""
     errors: dict[ErrorClass, Errors] = {}
     in_flight_ns: int = 0
     """Time that requests were in flight within the window, summed: divided by the window, the mean concurrency."""
@@ -130,8 +130,11 @@ class Measures(msgspec.Struct):
         failure = observation.failure
         if not (inside or belongs):
             return
+        if belongs and observation.scheduled_ns:
+            self.schedule_lag.add(max(0, observation.sent_ns - observation.scheduled_ns))
         if observation.cut_off:
             self.cut_off += 1
+            self.judged += belongs and _is_overdue(observation, window.slo)
         elif failure:
             self._add_error(failure.kind, 1, f"{failure.code}: {failure.message}")
             self.judged += belongs
@@ -209,7 +212,6 @@ class Measures(msgspec.Struct):
         sent_ns, due_ns, arrivals = observation.sent_ns, observation.scheduled_ns, observation.arrivals
         self.e2e.add(observation.ended_ns - sent_ns)
         if due_ns:
-            self.schedule_lag.add(max(0, sent_ns - due_ns))
             self.scheduled_e2e.add(observation.ended_ns - due_ns)
         if observation.server_ttft_ns:
             self.queue.add(observation.queue_ns)
@@ -248,3 +250,10 @@ def _is_good(observation: Observation, slo: Slo) -> bool:
     if slo.tpot_ms and (_tpot_ns(observation) or 0) > slo.tpot_ms * 1e6:
         return False
     return not slo.e2e_ms or observation.ended_ns - began_ns <= slo.e2e_ms * 1e6
+
+
+def _is_overdue(observation: Observation, slo: Slo) -> bool:
+    """Whether a request that was cut off was beyond a limit by then, whatever would have become of it."""
+    waited_ms = (observation.ended_ns - observation.began_ns) / 1e6
+    first_ms = (observation.arrivals[0][0] - observation.began_ns) / 1e6 if observation.arrivals else waited_ms
+    return bool((slo.ttft_ms and first_ms > slo.ttft_ms) or (slo.e2e_ms and waited_ms > slo.e2e_ms))

@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from http.client import HTTPResponse
+from typing import Annotated
 
 import msgspec
 
@@ -45,13 +46,17 @@ class _Choice(msgspec.Struct):
     finish_reason: str | None = None
 
 
+_Tokens = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+"""More is no count: it would not fit into the sums."""
+
+
 class _PromptDetails(msgspec.Struct):
-    cached_tokens: int | None = None
+    cached_tokens: _Tokens | None = None
 
 
 class _Usage(msgspec.Struct):
-    prompt_tokens: int = 0
-    completion_tokens: int | None = None
+    prompt_tokens: _Tokens = 0
+    completion_tokens: _Tokens | None = None
     prompt_tokens_details: _PromptDetails | None = None
 
 
@@ -85,7 +90,7 @@ def read_stream(response: HTTPResponse, request: Request, observation: Observati
             continue
         try:
             chunk = _decode(data)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError) as error:
             return Failure(ErrorClass.SERVER, "PROTOCOL", f"not a chunk of a completion: {error}")
         if (failure := _error(chunk, 500)) is not None:
             return failure
@@ -100,7 +105,7 @@ def refusal(status: int, body: bytes) -> Failure:
     """An answer other than 200."""
     try:
         failure = _error(_decode(body), status)
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, RecursionError):
         failure = None
     return failure or _failure(status, body[:200].decode(errors="replace"))
 
@@ -181,11 +186,14 @@ def settle(observation: Observation, completion_tokens: int) -> None:
         arrivals[-1] = (received_ns, tokens - surplus)
 
 
-def _events(response: HTTPResponse) -> Iterator[bytes]:
+def _events(response: HTTPResponse) -> Iterator[bytearray]:
     """The data of each server-sent event, as soon as its line is here; these APIs have one line an event."""
-    rest = b""
+    rest = bytearray()
     while part := response.read1():
-        *lines, rest = (rest + part).split(b"\n")
+        rest += part
+        if b"\n" not in part:
+            continue
+        *lines, rest = rest.split(b"\n")
         for line in lines:
             if line.startswith(b"data:"):
                 yield line[5:].strip()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import closing
 from http.client import HTTPConnection, HTTPException
 from typing import Any
 
@@ -124,15 +125,13 @@ class OpenAITarget:
         self._idle.clear()
 
     def _get(self, path: str) -> bytes:
-        connection = HTTPConnection(self._address, timeout=_PROBE_S)
         try:
-            connection.request("GET", path)
-            response = connection.getresponse()
-            body = response.read()
+            with closing(HTTPConnection(self._address, timeout=_PROBE_S)) as connection:
+                connection.request("GET", path)
+                response = connection.getresponse()
+                body = response.read()
         except (OSError, HTTPException) as error:
             raise TargetError(f"target {self._url} does not answer: {error}") from None
-        finally:
-            connection.close()
         if response.status != 200:
             raise TargetError(f"target {self._url} does not answer: HTTP {response.status} to {path}")
         return body

@@ -76,6 +76,7 @@ class PeerGrpcTarget:
                     _note_tokens(observation, received_ns, response.chunk.token_ids)
                 else:
                     complete = response.complete
+                    observation.ended_ns = received_ns
                     _note_last(observation, received_ns, complete)
             observation.failure = _breach(observation, request, complete)
             observation.cut_off = False
@@ -83,7 +84,8 @@ class PeerGrpcTarget:
             observation.failure = failure_of(error)
             observation.cut_off = False
         finally:
-            observation.ended_ns = time.monotonic_ns()
+            # The status that follows the last message says nothing about the answer, and costs the client as much as a message.
+            observation.ended_ns = observation.ended_ns or time.monotonic_ns()
             # Nothing to do after the end of a stream; where the greenlet is killed in the middle, this is what ends the call.
             call.cancel()
             end_span(span, observation, message.request_id, self._model_name)

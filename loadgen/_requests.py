@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 
@@ -44,7 +45,9 @@ class RequestsFile:
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._file = None
+        self.failed = False
+        """Something could not be written."""
+        self._file: BinaryIO | None = None
         if path:
             try:
                 self._file = Path(path).open("wb")  # noqa: SIM115
@@ -58,15 +61,18 @@ class RequestsFile:
             self._file.write(msgspec.json.Encoder().encode_lines(records))
         except OSError as error:
             self._complain(error)
-            self._file = None
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        try:
+            if self._file is not None:
+                self._file.close()
+        except OSError as error:
+            self._complain(error)
+        self._file = None
 
     def _complain(self, error: OSError) -> None:
         """The figures are worth having without it."""
+        self.failed, self._file = True, None
         log.error("cannot write %s: %s", self._path, error.strerror)
 
 

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 
 import gevent  # type: ignore[import-untyped]
+from gevent import monkey
 from gevent.event import Event  # type: ignore[import-untyped]
 from gevent.pool import Group  # type: ignore[import-untyped]
 
-from loadgen._target import Observation, Request, Target
+from loadgen._target import ErrorClass, Failure, Observation, Request, Target
 from loadgen._workload import Workload
+
+log = logging.getLogger(__name__)
 
 _LOOK_UP_S = 0.1
 """How often a user who may not send looks whether Locust wants it to stop."""
 _FAILURE_PAUSE_S = 0.1
 """A user waits so long after a failure: a server that refuses at once must not be hammered by a busy loop."""
+
+_TIMER_NS = 2_000_000
+"""The loop's timers count in whole milliseconds, so the last of a wait is slept in a thread, which is woken in time."""
+_WAKE_NS = 300_000
+"""Of that, what the thread and the loop take to wake; it is spent in turns of the loop."""
+_sleep_in_thread = monkey.get_original("time", "sleep")
 
 Observed = Callable[[Request, Observation], None]
 Schedule = Iterator[tuple[Request, int]]
@@ -93,15 +103,32 @@ class Streams:
         observation = Observation(scheduled_ns=due_ns)
         try:
             self._target.generate(request, observation)
+        except Exception as error:
+            # What the target did not foresee must not pass for a request that was cut off. (A kill is no Exception.)
+            log.exception("request %d", request.index)
+            observation.failure = Failure(ErrorClass.SERVER, type(error).__name__, str(error))
+            observation.cut_off = False
         finally:
             self._observed(request, observation)
         return observation
 
     def _dispatch(self, schedule: Schedule, exhausted: Callable[[], None]) -> None:
         for request, due_ns in schedule:
-            while (left_ns := due_ns - time.monotonic_ns()) > 0:
-                # The loop counts from when it last looked at the clock.
-                gevent.get_hub().loop.update_now()
-                gevent.sleep(left_ns / 1e9)
+            _sleep_until(due_ns)
+            # Those that are late must not keep the loop from all else.
+            gevent.sleep(0)
             self._start(request, due_ns)
         exhausted()
+
+
+def _sleep_until(due_ns: int) -> None:
+    """Sleep to a time by time.monotonic_ns()."""
+    while (left_ns := due_ns - time.monotonic_ns()) > 0:
+        if left_ns > _TIMER_NS:
+            # The loop counts from when it last looked at the clock.
+            gevent.get_hub().loop.update_now()
+            gevent.sleep((left_ns - _TIMER_NS) / 1e9)
+        elif left_ns > _WAKE_NS:
+            gevent.get_hub().threadpool.apply(_sleep_in_thread, ((left_ns - _WAKE_NS) / 1e9,))
+        else:
+            gevent.sleep(0)

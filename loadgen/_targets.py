@@ -20,7 +20,11 @@ _FORMS = (
 
 def make_target(url: str, timeout_s: float, tracing: Tracing) -> Target:
     """`timeout_s` is each request's deadline. Raises TargetError for an address that is none."""
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+        parts.port  # noqa: B018  a port that is none is found where it is asked for
+    except ValueError as error:
+        raise TargetError(f"target {url!r}: {error}") from None
     peer, _, protocol = parts.scheme.rpartition("+")
     path = parts.path.rstrip("/")
     if parts.netloc and not parts.query and not parts.fragment:

@@ -29,6 +29,8 @@ def judge(measures: Measures, lost: int) -> Verdict:
     reasons = []
     if not measures.began_unix_ns:
         reasons.append("nothing was measured: the run ended before the window opened")
+    elif measures.cut_off and not (measures.completed or measures.failed):
+        reasons.append("nothing was measured: no request ended before it was cut off")
     if lost:
         reasons.append(f"{lost} of its processes did not report to the end")
     if (lag_ms := measures.receive_lag.percentile(99) / 1e6) > MOST_LAG_MS:

@@ -300,6 +300,14 @@ def test_bad_settings_are_named(tmp_path: Path, options: list[str], message: str
     assert "Traceback" not in ran.stderr
 
 
+@pytest.mark.parametrize("option", ["--json-out", "--html-out", "--requests-out"])
+def test_a_file_that_cannot_be_written_fails_the_run(start_stub: Callable[..., Stub], tmp_path: Path, option: str) -> None:
+    ran = locust(tmp_path, "--target", start_stub("--first-token-s", "0.05").target, "-t", "1", option, "/dev/full")
+    assert ran.returncode in (1, UNTRUSTED)
+    assert "cannot write /dev/full: No space left on device" in ran.stderr
+    assert "Traceback" not in ran.stderr
+
+
 def test_prompts_beyond_the_context_are_refused_before_the_first(start_stub: Callable[..., Stub], tmp_path: Path) -> None:
     stub = start_stub()
     ran = locust(tmp_path, "--target", stub.target, "-t", "30", "--set", "loadtest.workload.input_tokens=5000")

@@ -6,6 +6,7 @@ The streams are files of streams/, each of which names its source. Errors and lo
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -271,6 +272,9 @@ FULL = [text("a", token_ids=[1, 2]), text("b", token_ids=[3, 4], finish_reason="
         (FULL[:1], True, True, ErrorClass.TRANSPORT, "IncompleteRead"),
         ([*FULL, "[DONE]"], True, False, ErrorClass.SERVER, "PROTOCOL"),
         (["{"], True, False, ErrorClass.SERVER, "PROTOCOL"),
+        (['{"x":' + 10_000 * "["], True, False, ErrorClass.SERVER, "PROTOCOL"),
+        ([*FULL, usage(1 << 63), "[DONE]"], True, False, ErrorClass.SERVER, "PROTOCOL"),
+        ([*FULL, usage(-4), "[DONE]"], True, False, ErrorClass.SERVER, "PROTOCOL"),
     ],
 )
 def test_a_stream_that_is_cut_is_told_from_one_that_ended(
@@ -388,3 +392,14 @@ def test_a_url_names_the_server_the_protocol_and_the_api(url: str, takes: Takes)
 def test_other_urls_are_refused_with_the_forms_there_are(url: str) -> None:
     with pytest.raises(TargetError, match=r"^target .*: write grpc://HOST:PORT\[/chat\], .*vllm,.*\+http://HOST:PORT/v1"):
         make_target(url, 1.0, Tracing(Telemetry(traces=False), "test"))
+
+
+@pytest.mark.parametrize("url", ["http://h:x/v1", "http://h:65536/v1", "grpc://h:x", "grpc://h:65536", "http://[::1/v1"])
+def test_a_port_or_host_that_is_none_is_refused_with_the_url(url: str) -> None:
+    with pytest.raises(TargetError, match=rf"^target '{re.escape(url)}': "):
+        make_target(url, 1.0, Tracing(Telemetry(traces=False), "test"))
+
+
+def test_a_host_with_a_space_does_not_answer() -> None:
+    with pytest.raises(TargetError, match=r"^target http://exa mple/v1 does not answer: "):
+        make_target("http://exa mple/v1", 1.0, Tracing(Telemetry(traces=False), "test")).model()

@@ -189,6 +189,19 @@ def test_a_run_that_lost_a_process_is_not_trusted(start_stub: Callable[..., Stub
     assert not any("did not report" in reason for reason in second.verdict.reasons)
 
 
+def test_a_trace_ends_without_the_process_that_was_killed(start_stub: Callable[..., Stub], tmp_path: Path) -> None:
+    lines = [json.dumps({"timestamp": at * 100, "input_length": 16, "output_length": 5, "hash_ids": [at]}) for at in range(30)]
+    (tmp_path / "trace.jsonl").write_text("\n".join(lines))
+    options = ["--headless", "--target", start_stub().target, "--json-out", "out.json", "--processes", "2"]
+    options += settings(arrival="trace", trace="trace.jsonl", drain_s=0)
+    run = subprocess.Popen(command(*options), cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    wait_for(lambda: (tmp_path / "loadgen-traces.jsonl").exists())
+    os.kill(children(run.pid)[0], signal.SIGKILL)
+    output, _ = run.communicate(timeout=TIMEOUT_S)
+    assert run.returncode == UNTRUSTED, output
+    assert "1 of its processes did not report to the end" in result_of(tmp_path / "out.json").levels[0].verdict.reasons
+
+
 def test_percentiles_of_four_processes_are_those_of_the_pooled_requests(start_stub: Callable[..., Stub], tmp_path: Path) -> None:
     """The raw data are the spans, which each process writes for itself."""
     stub = start_stub("--first-token-s", "0.02", "--spread-s", "0.2", "--gap-s", "0.005")

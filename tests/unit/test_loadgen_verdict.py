@@ -32,6 +32,7 @@ def test_a_quiet_run_is_trusted() -> None:
     ("measures", "lost", "reason"),
     [
         (Measures(), 0, "nothing was measured"),
+        (Measures(began_unix_ns=1, cut_off=2), 0, "nothing was measured: no request ended"),
         (measured(), 1, "1 of its processes did not report to the end"),
         (measured(receive_lag=30 * MS), 0, "messages were read 30 ms late at p99, more than 20"),
         (measured(schedule_lag=25 * MS), 0, "requests were sent 25 ms after they were due at p99, more than 20"),
@@ -106,6 +107,17 @@ def test_goodput_counts_failures_against_the_service_and_time_from_when_a_reques
     assert level.requests.completed_per_s == pytest.approx(2.0)
     assert level.scheduled_ttft_ms.p50 == pytest.approx(130, rel=1e-3)
     assert level.schedule_lag_ms.p50 == pytest.approx(80, rel=1e-3)
+
+
+def test_a_request_cut_off_beyond_a_limit_counts_against_the_service_and_any_that_was_sent_late_against_the_load_generator() -> None:
+    measures, window = Measures(began_unix_ns=1, ended_unix_ns=10**9), Window(0, 1000 * MS, Slo(ttft_ms=100, e2e_ms=1000))
+    measures.add(Observation(sent_ns=100 * MS, ended_ns=900 * MS), window)  # without a first token
+    measures.add(Observation(sent_ns=100 * MS, ended_ns=150 * MS), window)  # it could still have come in time
+    measures.add(Observation(sent_ns=100 * MS, ended_ns=900 * MS, arrivals=[(150 * MS, 1)]), window)
+    measures.add(Observation(sent_ns=100 * MS, ended_ns=1200 * MS, arrivals=[(150 * MS, 1)]), window)
+    assert (measures.cut_off, measures.judged, measures.good) == (4, 2, 0)
+    measures.add(Observation(sent_ns=100 * MS, scheduled_ns=20 * MS, ended_ns=150 * MS), window)
+    assert measures.schedule_lag.largest == 80 * MS
 
 
 def test_what_ends_in_the_drain_has_latencies_but_no_part_in_the_rates() -> None:
