@@ -23,8 +23,8 @@ _FAILURE_PAUSE_S = 0.1
 
 _TIMER_NS = 2_000_000
 """The loop's timers count in whole milliseconds, so the last of a wait is slept in a thread, which is woken in time."""
-_WAKE_NS = 300_000
-"""Of that, what the thread and the loop take to wake; it is spent in turns of the loop."""
+_WAKE_NS = 900_000
+"""Of that, what the thread and the loop may take to wake; what is left is spent in turns of the loop."""
 _sleep_in_thread = monkey.get_original("time", "sleep")
 
 Observed = Callable[[Request, Observation], None]
@@ -114,9 +114,11 @@ class Streams:
 
     def _dispatch(self, schedule: Schedule, exhausted: Callable[[], None]) -> None:
         for request, due_ns in schedule:
-            _sleep_until(due_ns)
-            # Those that are late must not keep the loop from all else.
-            gevent.sleep(0)
+            if time.monotonic_ns() < due_ns:
+                _sleep_until(due_ns)
+            else:
+                # Those that are late must not keep the loop from all else.
+                gevent.sleep(0)
             self._start(request, due_ns)
         exhausted()
 
