@@ -37,8 +37,8 @@ class GrpcTarget:
 
     def generate(self, request: Request, observation: Observation) -> None:
         message = _message(request)
-        span = self._tracing.client_span(time.monotonic_ns())
         observation.sent_ns = time.monotonic_ns()
+        span = self._tracing.client_span(observation.sent_ns)
         call = self._stub.Generate(message, timeout=self._timeout_s, metadata=span.metadata)
         request_id = ""
         finished: generate_pb2.Finished | None = None
