@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -15,6 +15,7 @@ from inference_service.execution.tuning import Tuning, describe, save_tuning
 from inference_service.fetch import resolve_model
 from inference_service.kernels import support
 from inference_service.kernels.attention import Attention, StepLayout
+from inference_service.kernels.expert_tactics import microseconds
 from inference_service.models.layers import SparseMlp
 
 PREFILLS = ([512], [4096], [512] * 8)
@@ -27,10 +28,10 @@ def prebuild(config: Config, progress: Report) -> None:
         raise ConfigError("device.kind: prebuild is for a GPU; on a CPU there is nothing to build")
     loaded = load_model(config, resolve_model(config.model.path), progress)
     made_for = describe(loaded.target, find_setting(config, loaded.target, loaded.shape, loaded.dtype), loaded.shape)
-    microseconds = {"attention_prefill": _time_prefill(config, loaded, progress)}
-    fastest = {operator: min(times, key=times.__getitem__) for operator, times in microseconds.items() if times}
+    measured = {"attention_prefill": _time_prefill(config, loaded, progress)}
+    fastest = {operator: min(times, key=times.__getitem__) for operator, times in measured.items() if times}
     tactics = _tune_experts(config, loaded, progress)
-    progress(f"kept in {save_tuning(Tuning(made_for, fastest, microseconds, tactics))}: {fastest}")
+    progress(f"kept in {save_tuning(Tuning(made_for, fastest, measured, tactics))}: {fastest}")
     build_cuda_executor(config, loaded, progress).close()
 
 
@@ -89,17 +90,6 @@ def _time_attention(backend: Attention, lengths: list[int], config: Config, load
         pages_RM=ints(list(range(len(lengths) * pages))).view(len(lengths), pages),
         contexts_R=ints(lengths),
     )
-    plan = backend.plan(layout, kv_P2HSD, shape.heads)
-    return _microseconds(lambda: backend(q_THD, kv_P2HSD, plan, o_THD))
-
-
-def _microseconds(run: Callable[[], None], repeats: int = 20) -> float:
-    for _ in range(5):
-        run()
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    begin.record()
-    for _ in range(repeats):
-        run()
-    end.record()
-    end.synchronize()
-    return 1e3 * float(begin.elapsed_time(end)) / repeats
+    run = partial(backend, q_THD, kv_P2HSD, backend.plan(layout, kv_P2HSD, shape.heads), o_THD)
+    microseconds(run, 5)
+    return microseconds(run, 20)

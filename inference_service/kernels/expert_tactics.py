@@ -36,7 +36,7 @@ MOST_ERROR = 0.02
 
 Moe = Callable[[Tensor, Tensor, Tensor], Tensor]
 """The experts' outputs y_TC from x_TC, ids_TK and weights_TK."""
-Timer = Callable[[Callable[[], Tensor], int], float]
+Timer = Callable[[Callable[[], object], int], float]
 """Microseconds of one of so many runs."""
 
 
@@ -131,7 +131,7 @@ def _relative_error(y_TC: Tensor, expected_TC: Tensor) -> float:
     return float((error / size).item())
 
 
-def microseconds(run: Callable[[], Tensor], repeats: int) -> float:
+def microseconds(run: Callable[[], object], repeats: int) -> float:
     """Of the device, for one run."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     torch.cuda._sleep(DELAY_CYCLES)  # type: ignore[no-untyped-call]
