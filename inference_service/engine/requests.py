@@ -19,7 +19,6 @@ class Request:
     __slots__ = (
         "bad_words",
         "cached_tokens",
-        "compiles",
         "computed",
         "decodes",
         "done",
@@ -33,6 +32,7 @@ class Request:
         "origin",
         "pages",
         "parent",
+        "parked",
         "preemptions",
         "prompt_scored",
         "prompt_tokens",
@@ -89,8 +89,8 @@ class Request:
         self.done = False
         self.guide: Guide | None = None
         """Where its answer stands in its grammar; None: it has no grammar."""
-        self.compiles = submit.grammar is not None
-        """Whether its grammar is not compiled yet."""
+        self.parked = False
+        """Whether it waits outside of the queue: for its grammar to be compiled, or, once preempted, for a mask."""
         self.forks: list[Request] = []
         """Other choices that wait until this one's prompt is computed."""
         self.parent: Request | None = None

@@ -35,7 +35,7 @@ class Scheduled:
 
 class Scheduler:
     """Owns the requests: `waiting` in the order of their ranks, `running` in order of admission. Not yet among these are forks whose
-    parents' prompts are not computed, and requests whose grammars are not compiled."""
+    parents' prompts are not computed, and requests that wait for their grammars."""
 
     def __init__(self, batch: Batch, pages: KvPages, grammars: Grammars | None = None) -> None:
         """`grammars`: None where no request has one."""
@@ -77,13 +77,13 @@ class Scheduler:
         if submit.deadline_ns:
             self._deadlines.push(request)
         if submit.grammar and self._grammars:
+            request.parked = True
             request.guide = self._grammars.start(submit.grammar)
             self._guided[request.guide.key] = request
         else:
             self._enqueue(request)
 
     def _enqueue(self, request: Request) -> None:
-        request.compiles = False
         request.parent = self._requests.get((request.origin, request.submit.fork_of))
         if request.parent is None:
             self.waiting.push(request)
@@ -116,8 +116,12 @@ class Scheduler:
                 finish = Finish("failed" if request.scheduled_ns else "invalid", error=guide.error)
             elif guide.ended:
                 finish = Finish("stop")
-            elif request.compiles:
-                self._enqueue(request)
+            elif request.parked:
+                request.parked = False
+                if request.preemptions:
+                    self.waiting.push(request)
+                else:
+                    self._enqueue(request)
             if finish:
                 self._drop(request)
                 outputs.append((request, self._output(request, [], finish)))
@@ -193,7 +197,7 @@ class Scheduler:
         """
         while self._free_slots and (request := self.waiting.first):
             # A preempted request whose last token is still in flight cannot be computed again before that token is known.
-            if request.in_flight or request.lacks_mask:
+            if request.in_flight:
                 return
             nodes = [] if request.scores_prompt else self.pages.match(request.tokens, request.submit.cache_salt)
             known = [node.page for node in nodes]
@@ -228,7 +232,10 @@ class Scheduler:
         self._leave_running(request)
         request.preemptions += 1
         self.preemptions += 1
-        self.waiting.push(request)
+        # In the queue it would hold up those who have no grammar to wait for.
+        request.parked = request.lacks_mask
+        if not request.parked:
+            self.waiting.push(request)
 
     # --- forks ---
 
@@ -324,7 +331,7 @@ class Scheduler:
             del self._guided[request.guide.key]
         if request.forks:
             self._fork(request)
-        if request.compiles:
+        if request.parked:
             return
         if request.slot >= 0:
             self._leave_running(request)
@@ -348,8 +355,8 @@ class Scheduler:
         requests = list(self._requests.values())
         self.pages.check_invariants([*(request.pages for request in requests), *(shared.pages for shared in self._prompts)])
         forks = [fork for parent in requests for fork in parent.forks]
-        compiling = [request for request in requests if request.compiles]
-        places = [*self.running, *self.waiting, *forks, *compiling]
+        parked = [request for request in requests if request.parked]
+        places = [*self.running, *self.waiting, *forks, *parked]
         assert sorted(map(id, requests)) == sorted(map(id, places)), "a request is lost, or in two places"
         assert len(self.waiting) == len(list(self.waiting)), "the queue counts wrong"
         for shared in self._prompts:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 from msgspec.structs import replace
 
 from inference_service.config import Batch
+from inference_service.engine.grammars import Grammars, Guide
+from inference_service.engine.kv_pages import KvPages
+from inference_service.engine.scheduler import Scheduler
+from inference_service.engine.step import StepResult
 from inference_service.engine.waiting import AGING_S
-from tests.unit.shadow import Harness, choices, make, reference
+from inference_service.messages import Grammar
+from tests.unit.shadow import VOCAB, Harness, choices, make, reference
 
 
 @pytest.mark.parametrize("prefix", [True, False])
@@ -146,3 +153,61 @@ def test_many_may_wait_and_leave() -> None:
     harness.finish()
     left = [key for key in range(100, 3001, 100) if key % 7]
     assert harness.first_admissions() == [0, *sorted(left, key=lambda key: (-(key % 5), key))]
+
+
+class SlowGrammars(Grammars):
+    """Makes a mask when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__("", VOCAB)
+        self.made: list[Guide] = []
+
+    def start(self, grammar: Grammar) -> Guide:
+        return Guide(len(self.made), grammar)
+
+    def advance(self, guide: Guide, token_id: int) -> None:
+        guide.ready = False
+
+    def end(self, guide: Guide) -> None:
+        """Nothing is held."""
+
+    def make(self, guide: Guide | None) -> None:
+        assert guide is not None
+        guide.ready = True
+        self.made.append(guide)
+
+    def poll(self) -> Iterator[Guide]:
+        while self.made:
+            yield self.made.pop()
+
+
+def test_a_preempted_request_that_waits_for_its_mask_holds_nobody_up() -> None:
+    grammars = SlowGrammars()
+    scheduler = Scheduler(Batch(max_requests=4), KvPages(6, 2), grammars)
+
+    def step() -> int:
+        planned = scheduler.schedule(0)
+        rows = planned.plan.rows if planned else []
+        if planned:
+            scheduler.update(planned, StepResult([1] * len(rows), [None] * len(rows)))
+        scheduler.check_invariants()
+        return len(rows)
+
+    scheduler.submit(make(0, [1, 2], max_tokens=20))
+    scheduler.submit(replace(make(1, [3, 4], max_tokens=8), grammar=Grammar("regex", "a", [0])))
+    guided = next(iter(scheduler._guided.values()))
+    assert step() == 1, "its grammar is not compiled"
+    grammars.make(guided.guide)
+    scheduler.follow_grammars()
+    assert step() == 2
+    while not guided.preemptions:
+        assert step() == 1, "its mask is not made"
+    scheduler.abort(0)
+    scheduler.submit(make(2, [5], max_tokens=3))
+    assert [step() for _ in range(4)] == [1, 1, 1, 0]
+    grammars.make(guided.guide)
+    scheduler.follow_grammars()
+    assert step() == 1 and len(guided.tokens) == 4
+    scheduler.abort(1)
+    scheduler.check_invariants()
+    assert len(scheduler) == 0 and scheduler.pages.used == 0
