@@ -21,7 +21,7 @@ import msgspec
 from tokenizers import Tokenizer
 
 from inference_service.config import Config, Count, Workload
-from loadgen._forms import Content, check_conversation, choose_form, following, opening
+from loadgen._forms import Content, check_conversation, choose_form, following, opening, settings
 from loadgen._lengths import draw, largest
 from loadgen._target import Message, Model, Observation, Request, Takes, TargetError
 from loadgen._vocabulary import load_tokenizer
@@ -92,12 +92,7 @@ class FilePrompts:
         prompt = {"messages": content} if isinstance(content, tuple) else opening(self._form, content)
         return Request(
             output_tokens=output_tokens or turn.output_tokens or draw(workload.output_tokens, noise),
-            exact=workload.exact_output,
-            temperature=workload.temperature,
-            top_p=workload.top_p,
-            top_k=workload.top_k,
-            seed=seed if workload.seeded else None,
-            index=index,
+            **settings(workload, seed, index),
             **prompt,
         )
 

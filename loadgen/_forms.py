@@ -24,6 +24,18 @@ def choose_form(workload: Workload, takes: Takes) -> Form:
     return "token_ids"
 
 
+def settings(workload: Workload, seed: int, index: int) -> dict[str, Any]:
+    """A Request's fields that are the same in every conversation, but for the seed of its draws."""
+    return {
+        "exact": workload.exact_output,
+        "temperature": workload.temperature,
+        "top_p": workload.top_p,
+        "top_k": workload.top_k,
+        "seed": seed if workload.seeded else None,
+        "index": index,
+    }
+
+
 def opening(form: Form, content: Content) -> dict[str, Any]:
     """A Request's fields for a conversation's first turn."""
     if form == "messages":

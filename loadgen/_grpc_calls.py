@@ -1,10 +1,15 @@
-"""What all gRPC targets have in common: how a channel is made, and the classes of status codes."""
+"""What all gRPC targets have in common: how a channel is made, a call's course, and the classes of status codes."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
 import grpc
 
-from loadgen._target import ErrorClass, Failure, TargetError
+from inference_service.telemetry.tracing import Tracing
+from loadgen._target import ErrorClass, Failure, Observation, TargetError, end_span
 
 PROBE_S = 10.0
 """How long a target may take to say what it serves. A port where nobody listens says so at once."""
@@ -29,7 +34,28 @@ def open_channel(address: str) -> grpc.Channel:
     return grpc.insecure_channel(address, options=_OPTIONS)
 
 
-def failure_of(error: grpc.RpcError) -> Failure:
+def observe(
+    method: Any, message: Any, timeout_s: float, tracing: Tracing, observation: Observation, read: Callable[[Iterator[Any]], Failure | None]
+) -> None:
+    """One call of a streaming method: `read` takes its responses in, and says what is wrong with an answer whose status is OK."""
+    observation.sent_ns = time.monotonic_ns()
+    span = tracing.client_span(observation.sent_ns)
+    call = method(message, timeout=timeout_s, metadata=span.metadata)
+    try:
+        observation.failure = read(call)
+        observation.cut_off = False
+    except grpc.RpcError as error:
+        observation.failure = _failure(error)
+        observation.cut_off = False
+    finally:
+        # The status that follows the last message says nothing about the answer, and costs the client as much as a message.
+        observation.ended_ns = observation.ended_ns or time.monotonic_ns()
+        # Nothing to do after the end of a stream; where the greenlet is killed in the middle, this is what ends the call.
+        call.cancel()
+        end_span(span, observation)
+
+
+def _failure(error: grpc.RpcError) -> Failure:
     code = error.code()
     return Failure(_ERROR_CLASSES.get(code, ErrorClass.SERVER), code.name, error.details() or "")
 

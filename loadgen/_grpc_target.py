@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 
 import grpc
 
 from inference.v1 import generate_pb2, inference_pb2_grpc, info_pb2
 from inference_service.telemetry.tracing import Tracing
-from loadgen._grpc_calls import PROBE_S, failure_of, no_answer, open_channel
-from loadgen._target import ErrorClass, Failure, Model, Observation, Request, Takes, end_span, miscount
+from loadgen._grpc_calls import PROBE_S, no_answer, observe, open_channel
+from loadgen._target import ErrorClass, Failure, Model, Observation, Request, Takes, miscount
 
 
 class GrpcTarget:
@@ -36,44 +37,38 @@ class GrpcTarget:
         return Model(info.name, info.vocab_size, info.max_context, frozenset(info.eos_token_ids))
 
     def generate(self, request: Request, observation: Observation) -> None:
-        message = _message(request)
-        observation.sent_ns = time.monotonic_ns()
-        span = self._tracing.client_span(observation.sent_ns)
-        call = self._stub.Generate(message, timeout=self._timeout_s, metadata=span.metadata)
-        request_id = ""
-        finished: generate_pb2.Finished | None = None
-        try:
-            for response in call:
-                received_ns = time.monotonic_ns()
-                event = response.WhichOneof("event")
-                if event == "delta":
-                    delta = response.delta
-                    if delta.token_ids:
-                        observation.arrivals.append((received_ns, len(delta.token_ids)))
-                        observation.answer_ids.extend(delta.token_ids)
-                    observation.answer_text.append(delta.text)
-                elif event == "accepted":
-                    request_id = response.accepted.request_id
-                    observation.input_tokens = response.accepted.prompt_tokens
-                    observation.cached_tokens = response.accepted.cached_tokens
-                elif event == "finished":
-                    finished = response.finished
-                    observation.ended_ns = received_ns
-                    _note_timings(finished.timings, observation)
-            observation.failure = _breach(observation, request, finished)
-            observation.cut_off = False
-        except grpc.RpcError as error:
-            observation.failure = failure_of(error)
-            observation.cut_off = False
-        finally:
-            # The status that follows the last message says nothing about the answer, and costs the client as much as a message.
-            observation.ended_ns = observation.ended_ns or time.monotonic_ns()
-            # Nothing to do after the end of a stream; where the greenlet is killed in the middle, this is what ends the call.
-            call.cancel()
-            end_span(span, observation, request_id, self._model_name)
+        observation.model = self._model_name
+
+        def read(responses: Iterator[generate_pb2.GenerateResponse]) -> Failure | None:
+            return _breach(observation, request, _read(responses, observation))
+
+        observe(self._stub.Generate, _message(request), self._timeout_s, self._tracing, observation, read)
 
     def close(self) -> None:
         self._channel.close()
+
+
+def _read(responses: Iterator[generate_pb2.GenerateResponse], observation: Observation) -> generate_pb2.Finished | None:
+    """Note what comes and when; the last message, if there was one."""
+    finished = None
+    for response in responses:
+        received_ns = time.monotonic_ns()
+        event = response.WhichOneof("event")
+        if event == "delta":
+            delta = response.delta
+            if delta.token_ids:
+                observation.arrivals.append((received_ns, len(delta.token_ids)))
+                observation.answer_ids.extend(delta.token_ids)
+            observation.answer_text.append(delta.text)
+        elif event == "accepted":
+            observation.request_id = response.accepted.request_id
+            observation.input_tokens = response.accepted.prompt_tokens
+            observation.cached_tokens = response.accepted.cached_tokens
+        elif event == "finished":
+            finished = response.finished
+            observation.ended_ns = received_ns
+            _note_timings(finished.timings, observation)
+    return finished
 
 
 def _message(request: Request) -> generate_pb2.GenerateRequest:

@@ -117,7 +117,8 @@ class OpenAITarget:
             else:
                 # Where the greenlet is killed in the middle, this is what ends the request at the server.
                 connection.close()
-            end_span(span, observation, "", self._model_name)
+            observation.model = self._model_name
+            end_span(span, observation)
 
     def close(self) -> None:
         for connection, _ in self._idle:

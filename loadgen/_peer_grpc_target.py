@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -16,8 +16,8 @@ from typing import Any
 import grpc
 
 from inference_service.telemetry.tracing import Tracing
-from loadgen._grpc_calls import PROBE_S, failure_of, no_answer, open_channel
-from loadgen._target import ErrorClass, Failure, Model, Observation, Request, Takes, TargetError, end_span, miscount
+from loadgen._grpc_calls import PROBE_S, no_answer, observe, open_channel
+from loadgen._target import ErrorClass, Failure, Model, Observation, Request, Takes, TargetError, miscount
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,34 +64,30 @@ class PeerGrpcTarget:
 
     def generate(self, request: Request, observation: Observation) -> None:
         message = self._dialect.message(self._messages, request)
-        message.request_id = uuid.uuid4().hex
-        observation.sent_ns = time.monotonic_ns()
-        span = self._tracing.client_span(observation.sent_ns)
-        call = self._stub.Generate(message, timeout=self._timeout_s, metadata=span.metadata)
-        complete: Any = None
-        try:
-            for response in call:
-                received_ns = time.monotonic_ns()
-                if response.WhichOneof("response") == "chunk":
-                    _note_tokens(observation, received_ns, response.chunk.token_ids)
-                else:
-                    complete = response.complete
-                    observation.ended_ns = received_ns
-                    _note_last(observation, received_ns, complete)
-            observation.failure = _breach(observation, request, complete)
-            observation.cut_off = False
-        except grpc.RpcError as error:
-            observation.failure = failure_of(error)
-            observation.cut_off = False
-        finally:
-            # The status that follows the last message says nothing about the answer, and costs the client as much as a message.
-            observation.ended_ns = observation.ended_ns or time.monotonic_ns()
-            # Nothing to do after the end of a stream; where the greenlet is killed in the middle, this is what ends the call.
-            call.cancel()
-            end_span(span, observation, message.request_id, self._model_name)
+        message.request_id = observation.request_id = uuid.uuid4().hex
+        observation.model = self._model_name
+
+        def read(responses: Iterator[Any]) -> Failure | None:
+            return _breach(observation, request, _read(responses, observation))
+
+        observe(self._stub.Generate, message, self._timeout_s, self._tracing, observation, read)
 
     def close(self) -> None:
         self._channel.close()
+
+
+def _read(responses: Iterator[Any], observation: Observation) -> Any:
+    """Note what comes and when; the last message, if there was one."""
+    complete = None
+    for response in responses:
+        received_ns = time.monotonic_ns()
+        if response.WhichOneof("response") == "chunk":
+            _note_tokens(observation, received_ns, response.chunk.token_ids)
+        else:
+            complete = response.complete
+            observation.ended_ns = received_ns
+            _note_last(observation, received_ns, complete)
+    return complete
 
 
 def _note_tokens(observation: Observation, received_ns: int, token_ids: Any) -> None:

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from inference_service.config import Config, Workload
-from loadgen._forms import Content, check_conversation, choose_form, following, opening
+from loadgen._forms import Content, check_conversation, choose_form, following, opening, settings
 from loadgen._lengths import draw, largest
 from loadgen._target import Model, Observation, Request, Takes, TargetError
 from loadgen._vocabulary import load_tokenizer, prompt_ids, words
@@ -46,12 +46,7 @@ class RandomPrompts:
             prefix = self._draw(self._noise("group", group), round(workload.prefix_share * input_tokens))
         return Request(
             output_tokens=output_tokens,
-            exact=workload.exact_output,
-            temperature=workload.temperature,
-            top_p=workload.top_p,
-            top_k=workload.top_k,
-            seed=seed if workload.seeded else None,
-            index=index,
+            **settings(workload, seed, index),
             **opening(self._form, self._content(prefix + self._draw(noise, input_tokens - len(prefix)))),
         )
 

@@ -113,6 +113,9 @@ class Observation:
     server_ttft_ns: int = 0
     """From the request's arrival at the service to its first token."""
     trace_id: str = ""
+    request_id: str = ""
+    """As the target knows it; empty: it has none."""
+    model: str = ""
     input_tokens: int = 0
     cached_tokens: int = 0
     """Of the input tokens, those that the server found in its prefix cache."""
@@ -144,7 +147,7 @@ def miscount(observation: Observation, request: Request, reported: int) -> Failu
     return None
 
 
-def end_span(span: ClientSpan, observation: Observation, request_id: str, model: str) -> None:
+def end_span(span: ClientSpan, observation: Observation) -> None:
     """Write the client's span of a request that is over."""
     arrivals = observation.arrivals
     observation.trace_id = span.traceparent[3:35]
@@ -159,8 +162,8 @@ def end_span(span: ClientSpan, observation: Observation, request_id: str, model:
         end_ns=observation.ended_ns,
         first_token_ns=arrivals[0][0] if arrivals else 0,
         last_token_ns=arrivals[-1][0] if arrivals else 0,
-        request_id=request_id,
-        model=model,
+        request_id=observation.request_id,
+        model=observation.model,
         prompt_tokens=observation.input_tokens,
         completion_tokens=observation.output_tokens,
     )
