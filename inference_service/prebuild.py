@@ -15,7 +15,7 @@ from inference_service.execution.tuning import Tuning, describe, save_tuning
 from inference_service.fetch import resolve_model
 from inference_service.kernels import support
 from inference_service.kernels.attention import Attention, StepLayout
-from inference_service.kernels.expert_tactics import microseconds
+from inference_service.kernels.expert_tactics import expert_tactics, microseconds
 from inference_service.models.layers import SparseMlp
 
 PREFILLS = ([512], [4096], [512] * 8)
@@ -41,8 +41,6 @@ def _tune_experts(config: Config, loaded: LoadedModel, progress: Report) -> dict
     sparse = next((layer.mlp for layer in loaded.model.layers if isinstance(layer.mlp, SparseMlp)), None)
     if sparse is None or not any("cutlass" in choice.row.backend for choice in loaded.choices):
         return {}
-    from inference_service.kernels.expert_tactics import expert_tactics
-
     begin = time.perf_counter()
     progress("tuning the experts' kernels, which takes about half a minute")
     tactics = expert_tactics().tune(

@@ -26,6 +26,7 @@ from inference_service.fetch import resolve_model
 from inference_service.messages import Sampling, Submit, TokenLogprobs
 from inference_service.text.tokenizer import Tokenizer
 from tests.unit.edits_reference import banned_next, edited
+from tests.unit.tiny_llama import save_tiny_llama
 
 VOCAB, PAGE_SIZE, PAGES, SLOTS = 120, 4, 400, 6
 PROMPTS = [[7, 3, 50, 99, 12, 5], [1], [44, 45, 46, 47, 48, 49, 50, 51, 52, 44, 45], [100, 20], [7, 3, 50, 99, 12, 5, 8, 8, 8, 8]]
@@ -35,25 +36,17 @@ CHUNKED = Batch(max_requests=SLOTS, max_step_tokens=7, max_prefill_tokens=3)
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("tiny")
-    config = transformers.LlamaConfig(
+    return save_tiny_llama(
+        tmp_path_factory.mktemp("tiny"),
+        std=0.3,
         vocab_size=VOCAB,
         hidden_size=32,
         intermediate_size=48,
-        num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
         max_position_embeddings=128,
         tie_word_embeddings=True,
     )
-    torch.manual_seed(0)
-    models: Any = transformers.AutoModelForCausalLM
-    model = models.from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            weight.normal_(1.0, 0.1) if name.endswith("norm.weight") else weight.normal_(0.0, 0.3)
-    model.save_pretrained(path)
-    return path
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ from inference_service.engine.step import Executor, Row, StepPlan, StepResult
 from inference_service.execution.executor import build_executor
 from inference_service.kernels.selection import OPERATORS
 from inference_service.messages import Sampling
+from tests.unit.tiny_llama import save_tiny_llama
 
 GREEDY = Sampling(0.0, 0, 1.0, 0.0, 0)
 PAGE_SIZE = 4
@@ -25,25 +26,17 @@ PROMPTS = [[7, 3, 250, 99, 12, 5], [1], [44, 45, 46, 47, 48, 49, 50, 51, 52], [2
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("tiny")
-    config = transformers.LlamaConfig(
+    return save_tiny_llama(
+        tmp_path_factory.mktemp("tiny"),
+        std=0.1,
         vocab_size=300,
         hidden_size=64,
         intermediate_size=96,
-        num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=64,
         tie_word_embeddings=False,
     )
-    torch.manual_seed(0)
-    models: Any = transformers.AutoModelForCausalLM
-    model = models.from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            weight.normal_(1.0, 0.1) if name.endswith("norm.weight") else weight.normal_(0.0, 0.1)
-    model.save_pretrained(path)
-    return path
 
 
 def build(model_dir: Path, *overrides: str) -> Executor:
