@@ -36,7 +36,7 @@ MOST_ERROR = 0.02
 
 Moe = Callable[[Tensor, Tensor, Tensor], Tensor]
 """The experts' outputs y_TC from x_TC, ids_TK and weights_TK."""
-Timer = Callable[[Callable[[], object], int], float]
+Timer = Callable[[Callable[[], Tensor], int], float]
 """Microseconds of one of so many runs."""
 
 
