@@ -22,7 +22,9 @@ MODEL_DIR = Path(os.environ.get("SMOLLM2", cache_directory() / "models" / "smoll
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available() or not MODEL_DIR.exists(), reason="needs a GPU, and SmolLM2")
 
 NEW_TOKENS = 48
-QUESTIONS = ["What is the capital of France?", "How do I boil an egg?", "Who wrote Romeo and Juliet?", "Write a poem about the sea."]
+QUESTIONS = ["Name the capital of France.", "How do I boil an egg?", "Who wrote Romeo and Juliet?", "Write a poem about the sea."]
+"""To the first one the best token is best by a logit and more each time. ("What is the capital of France?" begins with a near tie of 0.1,
+which bfloat16 decides otherwise, on a CPU as well, and then the answer speaks of the Marseillaise.)"""
 NEAR = 0.3
 """Of logits around 20, which bfloat16 rounds to within 0.06 in each of several layers."""
 
