@@ -90,7 +90,7 @@ def find_chunk(config: Config, executor: Executor, progress: Callable[[str], Non
         return config.batch, config.batch.prefill_tokens
     chunk, rush = choose_chunk(seconds), choose_chunk(seconds, RUSH)
     timed = ", ".join(f"{tokens}: {1e3 * taken:.1f} ms" for tokens, taken in seconds.items())
-    progress(f"at most {chunk} prefill tokens beside decodes, {rush} while so many wait, by the time of a step with so many ({timed})")
+    progress(f"at most {chunk} prefill tokens beside decodes, {rush} while twice as many wait, by the time of such steps ({timed})")
     return msgspec.structs.replace(config.batch, max_prefill_tokens=chunk), rush
 
 

@@ -24,6 +24,9 @@ from inference_service.engine.step import Row, StepPlan, StepResult
 from inference_service.engine.waiting import RequestHeap, rank
 from inference_service.messages import Finish, Load, Output, Submit, TokenLogprobs
 
+RUSH_STEPS = 2
+"""One would be full of a single long prompt, which comes no sooner to its first token by it, while all others wait longer."""
+
 
 @dataclass(slots=True)
 class Scheduled:
@@ -38,8 +41,8 @@ class Scheduler:
     parents' prompts are not computed, and requests that wait for their grammars."""
 
     def __init__(self, batch: Batch, pages: KvPages, grammars: Grammars | None = None, rush_tokens: int = 0) -> None:
-        """`grammars`: None where no request has one. `rush_tokens`: prefill tokens beside decodes while at least so many are to be
-        computed; 0: never more than else."""
+        """`grammars`: None where no request has one. `rush_tokens`: prefill tokens beside decodes while many are to be computed; 0: never
+        more than else."""
         self.max_step_tokens = batch.step_tokens
         self.max_prefill_tokens = batch.prefill_tokens
         self.rush_tokens = rush_tokens or batch.prefill_tokens
@@ -156,9 +159,9 @@ class Scheduler:
         return Scheduled(StepPlan([row for _, row in planned], self._copies), [request for request, _ in planned])
 
     def _budget_beside_decodes(self, prefills: list[Request]) -> int:
-        """Prefill tokens that decodes are made to wait for: more where so many wait that a step at the best rate is full of them."""
+        """Prefill tokens that decodes are made to wait for: more where so many wait that RUSH_STEPS steps at the best rate are full."""
         backlog = self.waiting.tokens + sum(request.length - request.computed for request in prefills)
-        return self.rush_tokens if backlog >= self.rush_tokens else self.max_prefill_tokens
+        return self.rush_tokens if backlog >= RUSH_STEPS * self.rush_tokens else self.max_prefill_tokens
 
     def _growing_decodes(self) -> list[Request]:
         """The requests that decode in this step, each with a page for its next token; some may be preempted to make that so."""
