@@ -118,6 +118,12 @@ class Server(Section, frozen=True):
     host: str = "127.0.0.1"
     port: Port = 50051
     """0: any free port; the one taken is printed."""
+    workers: Count = 1
+    """Front-end processes on the one port, for one engine. Streams are spread among them by connection."""
+    admin_port: Port | None = None
+    """Where Drain, profiling, reflection and channelz are, in plaintext on 127.0.0.1. null: Drain and reflection on `port`."""
+    health_port: Port | None = None
+    """Where health is answered in plaintext and without a token, for probes that know neither; on all addresses. null: on `port` alone."""
     max_queue: CountOrAuto = 256
     """Requests that may be in flight beyond batch.max_requests, and so wait; one more is RESOURCE_EXHAUSTED."""
     max_message_mib: Count = 4
@@ -130,16 +136,56 @@ class Server(Section, frozen=True):
     """How long running requests may go on in a drain."""
     engine_timeout_s: PositiveSeconds = 30.0
     """An engine that has not been heard of for so long is lost."""
+    engine_restarts: Annotated[int, Meta(ge=0)] = 5
+    """A lost engine is started again, after a wait that doubles each time, but no more often than this without a healthy minute between."""
+
+
+class Security(Section, frozen=True):
+    """Who may call, and over what."""
+
+    tls_certificate: str = ""
+    """PEM file with the server's certificate chain; with `tls_key`, `server.port` speaks TLS alone."""
+    tls_key: str = ""
+    tls_client_ca: str = ""
+    """PEM file of the authorities whose clients may connect (mTLS). Empty: clients need no certificate."""
+    tokens_file: str = ""
+    """YAML list of the clients that may call: name, token (or token_sha256), and limits of their own. Empty: whoever reaches the port."""
+
+
+class Limits(Section, frozen=True):
+    """How much is admitted. What is more is RESOURCE_EXHAUSTED. A limit of 0 is none, if nothing else is said."""
+
+    max_queued_tokens: CountOrAuto = 0
+    """Tokens of prompts that may wait to be computed. 0: none but server.max_queue."""
+    max_kv_share: Annotated[float, Meta(gt=0)] = 4.0
+    """KV pages that all requests in flight may come to need, as a multiple of those there are."""
+    client_key: str = ""
+    """The metadata key whose value names a client that no token names. Empty: all such are one client without limits."""
+    client_streams: CountOrAuto = 0
+    """Generate calls of one client at once."""
+    client_requests_per_s: Annotated[float, Meta(ge=0)] = 0.0
+    client_tokens_per_min: CountOrAuto = 0
+    """Prompt and answer tokens of one client."""
+    max_prompt_tokens: CountOrAuto = 0
+    """0: what the context and the KV cache hold."""
 
 
 class Telemetry(Section, frozen=True):
-    """Where traces go."""
+    """Where traces, metrics and logs go."""
 
     traces: bool = True
     trace_file: str = "traces.jsonl"
     """JSON lines, one a span; used where no OTLP endpoint is set."""
     otlp_endpoint: str = ""
-    """An OTLP gRPC receiver, such as http://127.0.0.1:4317. Empty: OTEL_EXPORTER_OTLP_ENDPOINT, else the file."""
+    """An OTLP gRPC receiver, such as http://127.0.0.1:4317. Empty: OTEL_EXPORTER_OTLP_ENDPOINT, else the file. Metrics go there as well."""
+    metrics_port: Port | None = None
+    """Where /metrics is for Prometheus, over HTTP on all addresses. null: nowhere."""
+    log_format: Literal["text", "json"] = "text"
+    """json: a line an object, with the trace id of the request that it is about."""
+    record_prompts: bool = False
+    """Put prompts and answers into the spans. They are nowhere else, and without this not there."""
+    flashinfer_log_level: Annotated[int, Meta(ge=0, le=10)] = 0
+    """FlashInfer's logging of its API's calls (FLASHINFER_LOGLEVEL): 0 none, 1 names, 3 with arguments, 5 with statistics of tensors."""
 
 
 class Lengths(Section, frozen=True):
@@ -297,6 +343,8 @@ class Config(Section, frozen=True):
     cache: Cache = Cache()
     kernels: Kernels = Kernels()
     server: Server = Server()
+    security: Security = Security()
+    limits: Limits = Limits()
     telemetry: Telemetry = Telemetry()
     loadtest: Loadtest = Loadtest()
     comparison: Comparison = Comparison()
