@@ -159,6 +159,8 @@ class Load(Frame, frozen=True):
     waiting: int
     pages_used: int
     pages_cached: int
+    waiting_tokens: int = 0
+    """Of the prompts of those that wait."""
 
 
 class Kernel(Frame, frozen=True):

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from inference_service.config import Batch, Config
-from inference_service.engine.chunk_budget import choose_chunk, measure_chunks
+from inference_service.engine.chunk_budget import RUSH, choose_chunk, measure_chunks
 from inference_service.engine.grammars import Grammars
 from inference_service.engine.kv_pages import KvPages
 from inference_service.engine.link import FrontEnds
@@ -39,11 +39,11 @@ def main() -> None:
     list(front_ends.receive(timeout_s=10))
     try:
         executor = load_executor(start, progress)
-        batch = find_chunk(start.config, executor, progress)
+        batch, rush_tokens = find_chunk(start.config, executor, progress)
         front_ends.broadcast(ready(start.config, executor, batch.prefill_tokens))
         pages = KvPages(executor.info.pages, start.config.cache.page_size, prefix=start.config.cache.prefix)
         grammars = Grammars(start.model_dir, executor.info.vocab_size)
-        loop = EngineLoop(front_ends, Scheduler(batch, pages, grammars), executor, start.parent_pid)
+        loop = EngineLoop(front_ends, Scheduler(batch, pages, grammars, rush_tokens), executor, start.parent_pid)
         # What is loaded stays; looking through it again would hold up steps for tens of milliseconds.
         gc.collect()
         gc.freeze()
@@ -80,18 +80,18 @@ def first_token(executor: Executor) -> None:
         executor.launch(StepPlan([Row(0, 1, 1, [], [0, executor.info.pages - 1], True, greedy)])).wait()
 
 
-def find_chunk(config: Config, executor: Executor, progress: Callable[[str], None]) -> Batch:
-    """The batch's settings, with the prefill tokens beside decodes measured where they are not set."""
+def find_chunk(config: Config, executor: Executor, progress: Callable[[str], None]) -> tuple[Batch, int]:
+    """The batch's settings, with the prefill tokens beside decodes measured where they are not set; and those while many wait."""
     if config.batch.max_prefill_tokens or config.model.load_format == "echo":
-        return config.batch
+        return config.batch, config.batch.prefill_tokens
     seconds = measure_chunks(executor, config.batch, config.cache.page_size)
     if not seconds:
         progress(f"at most {config.batch.prefill_tokens} prefill tokens beside decodes: steps are too slow here to be timed at start")
-        return config.batch
-    chunk = choose_chunk(seconds)
+        return config.batch, config.batch.prefill_tokens
+    chunk, rush = choose_chunk(seconds), choose_chunk(seconds, RUSH)
     timed = ", ".join(f"{tokens}: {1e3 * taken:.1f} ms" for tokens, taken in seconds.items())
-    progress(f"at most {chunk} prefill tokens beside decodes, by the time of a step with so many ({timed})")
-    return msgspec.structs.replace(config.batch, max_prefill_tokens=chunk)
+    progress(f"at most {chunk} prefill tokens beside decodes, {rush} while so many wait, by the time of a step with so many ({timed})")
+    return msgspec.structs.replace(config.batch, max_prefill_tokens=chunk), rush
 
 
 def ready(config: Config, executor: Executor, prefill_tokens: int) -> Ready:

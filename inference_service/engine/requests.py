@@ -99,6 +99,11 @@ class Request:
         """What a fork in the queue takes over when its turn comes."""
 
     @property
+    def prefill(self) -> int:
+        """Tokens to compute before it decodes; the same for as long as it waits."""
+        return 1 if self.shared else self.prompt_tokens
+
+    @property
     def lacks_mask(self) -> bool:
         """Whether its next token cannot be drawn yet, since the grammar's mask depends on one that is not known, or not worked in."""
         return self.guide is not None and (self.in_flight > 0 or not self.guide.ready)

@@ -37,10 +37,12 @@ class Scheduler:
     """Owns the requests: `waiting` in the order of their ranks, `running` in order of admission. Not yet among these are forks whose
     parents' prompts are not computed, and requests that wait for their grammars."""
 
-    def __init__(self, batch: Batch, pages: KvPages, grammars: Grammars | None = None) -> None:
-        """`grammars`: None where no request has one."""
+    def __init__(self, batch: Batch, pages: KvPages, grammars: Grammars | None = None, rush_tokens: int = 0) -> None:
+        """`grammars`: None where no request has one. `rush_tokens`: prefill tokens beside decodes while at least so many are to be
+        computed; 0: never more than else."""
         self.max_step_tokens = batch.step_tokens
         self.max_prefill_tokens = batch.prefill_tokens
+        self.rush_tokens = rush_tokens or batch.prefill_tokens
         self.pages = pages
         self.waiting = RequestHeap(lambda request: request.rank)
         self.running: list[Request] = []
@@ -63,7 +65,8 @@ class Scheduler:
 
     @property
     def load(self) -> Load:
-        return Load(len(self.running), len(self._requests) - len(self.running), self.pages.used, self.pages.cached)
+        waiting = len(self._requests) - len(self.running)
+        return Load(len(self.running), waiting, self.pages.used, self.pages.cached, self.waiting.tokens)
 
     @property
     def wake(self) -> int | None:
@@ -138,9 +141,9 @@ class Scheduler:
         self._parents.clear()
         decodes = [(request, self._decode_row(request)) for request in self._growing_decodes()]
         budget = self.max_step_tokens - len(decodes)
-        if decodes:
-            budget = min(budget, self.max_prefill_tokens)
         prefills = [request for request in self.running if not request.decodes]
+        if decodes:
+            budget = min(budget, self._budget_beside_decodes(prefills))
         chunks = list(self._prefill_chunks(prefills, budget))
         if self.preemptions == preemptions:
             budget -= sum(row.length for _, row in chunks)
@@ -151,6 +154,11 @@ class Scheduler:
         for request, _ in planned:
             request.scheduled_ns = request.scheduled_ns or now_ns
         return Scheduled(StepPlan([row for _, row in planned], self._copies), [request for request, _ in planned])
+
+    def _budget_beside_decodes(self, prefills: list[Request]) -> int:
+        """Prefill tokens that decodes are made to wait for: more where so many wait that a step at the best rate is full of them."""
+        backlog = self.waiting.tokens + sum(request.length - request.computed for request in prefills)
+        return self.rush_tokens if backlog >= self.rush_tokens else self.max_prefill_tokens
 
     def _growing_decodes(self) -> list[Request]:
         """The requests that decode in this step, each with a page for its next token; some may be preempted to make that so."""
@@ -325,7 +333,7 @@ class Scheduler:
         request.done = True
         del self._requests[request.origin, request.submit.key]
         if request.submit.deadline_ns:
-            self._deadlines.discard()
+            self._deadlines.discard(request)
         if request.guide and self._grammars:
             self._grammars.end(request.guide)
             del self._guided[request.guide.key]
@@ -338,7 +346,7 @@ class Scheduler:
         elif request.parent:
             request.parent.forks.remove(request)
         else:
-            self.waiting.discard()
+            self.waiting.discard(request)
             if request.shared:
                 self._prompts.leave(request.shared)
 
@@ -359,6 +367,7 @@ class Scheduler:
         places = [*self.running, *self.waiting, *forks, *parked]
         assert sorted(map(id, requests)) == sorted(map(id, places)), "a request is lost, or in two places"
         assert len(self.waiting) == len(list(self.waiting)), "the queue counts wrong"
+        assert self.waiting.tokens == sum(request.prefill for request in self.waiting), "the queue counts its tokens wrong"
         for shared in self._prompts:
             assert shared.forks == sum(request.shared is shared for request in self.waiting) > 0, "a prompt is held for nobody"
         slots = [request.slot for request in self.running] + self._free_slots

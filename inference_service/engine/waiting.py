@@ -31,6 +31,8 @@ class RequestHeap:
     def __init__(self, key: Callable[[Request], tuple[int, int]]) -> None:
         """`key` must differ between any two requests, and never change."""
         self._key = key
+        self.tokens = 0
+        """To compute before those inside decode, as far as known; the prefix cache may have some."""
         self._heap: list[tuple[tuple[int, int], Request]] = []
         self._done = 0
 
@@ -50,6 +52,7 @@ class RequestHeap:
         return self._heap[0][1] if self._heap else None
 
     def push(self, request: Request) -> None:
+        self.tokens += request.prefill
         heapq.heappush(self._heap, (self._key(request), request))
 
     def pop(self) -> Request:
@@ -57,10 +60,12 @@ class RequestHeap:
         request = self.first
         assert request is not None
         heapq.heappop(self._heap)
+        self.tokens -= request.prefill
         return request
 
-    def discard(self) -> None:
+    def discard(self, request: Request) -> None:
         """Take note that one of the requests inside is done."""
+        self.tokens -= request.prefill
         self._done += 1
         if 2 * self._done > len(self._heap):
             self._heap = [entry for entry in self._heap if not entry[1].done]

@@ -87,8 +87,8 @@ class Answer:
 class Harness:
     """The engine's loop, one step at a time, with steps overlapped as there."""
 
-    def __init__(self, batch: Batch, pages: int, page_size: int, prefix: bool = True) -> None:
-        self.scheduler = Scheduler(batch, KvPages(pages, page_size, prefix=prefix))
+    def __init__(self, batch: Batch, pages: int, page_size: int, prefix: bool = True, rush_tokens: int = 0) -> None:
+        self.scheduler = Scheduler(batch, KvPages(pages, page_size, prefix=prefix), rush_tokens=rush_tokens)
         self.executor = ShadowExecutor(pages, page_size, batch.max_requests)
         self.in_flight: tuple[Scheduled, StepResult] | None = None
         self.answers: dict[int, Answer] = {}

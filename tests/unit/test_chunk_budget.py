@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from inference_service.config import Batch, load_config
-from inference_service.engine.chunk_budget import DECODES, LEAST_CHUNK, choose_chunk, measure_chunks
+from inference_service.engine.chunk_budget import DECODES, LEAST_CHUNK, RUSH, choose_chunk, measure_chunks
 from inference_service.engine.echo import EchoExecutor, EchoTicket
 from inference_service.engine.process import find_chunk
 from inference_service.engine.step import StepPlan
@@ -52,6 +52,11 @@ def make(batch: Batch, pages: int, max_context: int) -> TimedEcho:
     return executor
 
 
+def test_the_chunk_of_a_rush_is_at_the_best_rate() -> None:
+    seconds = {tokens: taken / 1e3 for tokens, taken in {1024: 29, 2048: 39.7, 4096: 71.5, 8184: 153}.items()}
+    assert choose_chunk(seconds) == 2048 and choose_chunk(seconds, RUSH) == 4096
+
+
 @pytest.mark.parametrize(
     ("requests", "tokens", "pages", "context"), [(32, 512, 2048, 2048), (2, 300, 40, 90), (1, 8, 1, 16), (16, 8, 5, 33)]
 )
@@ -81,7 +86,8 @@ def test_what_is_set_is_not_measured() -> None:
     said: list[str] = []
     config = load_config(None, ["batch.max_prefill_tokens=77"])
     executor = make(config.batch, 2048, 2048)
-    assert find_chunk(config, executor, said.append).prefill_tokens == 77 and not executor.plans and not said
+    assert find_chunk(config, executor, said.append) == (config.batch, 77) and not executor.plans and not said
     config = load_config(None, [])
-    measured = find_chunk(config, executor, said.append).prefill_tokens
-    assert executor.plans and f"at most {measured} prefill tokens beside decodes" in said[0]
+    batch, rush = find_chunk(config, executor, said.append)
+    assert executor.plans and f"at most {batch.max_prefill_tokens} prefill tokens beside decodes, {rush} while so many wait" in said[0]
+    assert 0 < batch.max_prefill_tokens <= rush <= batch.step_tokens

@@ -34,15 +34,16 @@ requests = st.builds(
     slots=st.integers(1, 4),
     max_step_tokens=st.integers(1, 10),
     max_prefill_tokens=st.integers(0, 5),
+    rush_tokens=st.integers(0, 8),
     prefix=st.booleans(),
 )
 def test_every_answer_is_as_if_alone(
     submits: list[Submit], counts: list[int], gaps: list[int], aborted: set[int], page_size: int, extra_pages: int, slots: int,
-    max_step_tokens: int, max_prefill_tokens: int, prefix: bool,
+    max_step_tokens: int, max_prefill_tokens: int, rush_tokens: int, prefix: bool,
 ) -> None:  # fmt: skip
     pages = max(-(-(len(s.token_ids) + s.max_tokens) // page_size) for s in submits) + extra_pages
     batch = Batch(max_requests=slots, max_step_tokens=max_step_tokens, max_prefill_tokens=max_prefill_tokens)
-    harness = Harness(batch, pages, page_size, prefix)
+    harness = Harness(batch, pages, page_size, prefix, rush_tokens)
     everyone: list[Submit] = []
     for submit, count, gap in zip(submits, counts, gaps, strict=False):
         family = choices(replace(submit, key=len(everyone)), count)
@@ -79,6 +80,19 @@ def test_prefill_is_capped_while_others_decode() -> None:
     harness.submit(make(2, [1] * 20, max_tokens=1))
     harness.step()
     assert harness.plans[-1].rows[0].length == 20, "nothing decodes, so the whole budget is prefill's"
+
+
+def test_more_prefill_beside_decodes_while_many_tokens_wait() -> None:
+    harness = Harness(Batch(max_requests=4, max_step_tokens=32, max_prefill_tokens=3), pages=64, page_size=4, rush_tokens=8)
+    harness.submit(make(0, [1], max_tokens=40))
+    harness.step()
+    for key in (1, 2):
+        harness.submit(make(key, [key % 2] * 10, max_tokens=1))
+    assert harness.scheduler.load.waiting_tokens == 20
+    harness.finish()
+    chunks = [sum(row.length for row in plan.rows[1:]) for plan in harness.plans if len(plan.rows) > 1]
+    assert chunks[:4] == [8, 8, 3, 1], "at first 20 tokens wait, then 12, then 4"
+    assert harness.scheduler.load.waiting_tokens == 0
 
 
 def test_prefix_is_shared_with_a_running_request() -> None:
