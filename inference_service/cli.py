@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
 from collections.abc import Sequence
 
@@ -38,7 +37,9 @@ def _parser() -> argparse.ArgumentParser:
 
     generate = commands.add_parser("generate", help="stream one answer from a running server to the terminal")
     generate.add_argument("prompt", help="what to say to the model, as one chat message of the user")
-    generate.add_argument("--target", default="127.0.0.1:50051", metavar="HOST:PORT")
+    generate.add_argument(
+        "--target", default="127.0.0.1:50051", metavar="HOST:PORT", help="grpcs://HOST:PORT for TLS; a token is taken from INFERENCE_TOKEN"
+    )
     generate.add_argument("--raw", action="store_true", help="continue the prompt as plain text, without the chat template")
     generate.add_argument("--system", default="", help="a system message before the prompt")
     generate.add_argument("--max-tokens", type=int, default=256)
@@ -68,10 +69,18 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _serve(args: argparse.Namespace) -> None:
-    from inference_service.rpc.server import serve
+    from inference_service.telemetry.logs import configure_logs
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s server %(levelname)s %(message)s")
-    serve(load_config(args.config, args.set))
+    config = load_config(args.config, args.set)
+    configure_logs("server", config.telemetry.log_format)
+    if config.server.workers == 1:
+        from inference_service.rpc.server import serve
+
+        serve(config)
+    else:
+        from inference_service.rpc.supervisor import supervise
+
+        supervise(config)
 
 
 def _generate(args: argparse.Namespace) -> None:

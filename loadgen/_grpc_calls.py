@@ -8,6 +8,7 @@ from typing import Any
 
 import grpc
 
+from inference_service.channel import Metadata, split_target
 from inference_service.telemetry.tracing import Tracing
 from loadgen._target import ErrorClass, Failure, Observation, TargetError, end_span
 
@@ -29,18 +30,27 @@ _ERROR_CLASSES = {
 }
 
 
-def open_channel(address: str) -> grpc.Channel:
-    """`address` is HOST:PORT. Under gevent, gRPC must have been told so before."""
+def open_channel(target: str) -> grpc.Channel:
+    """`target` is [grpc[s]://]HOST:PORT. Under gevent, gRPC must have been told so before."""
+    address, secure = split_target(target)
+    if secure:
+        return grpc.secure_channel(address, grpc.ssl_channel_credentials(), options=_OPTIONS)
     return grpc.insecure_channel(address, options=_OPTIONS)
 
 
 def observe(
-    method: Any, message: Any, timeout_s: float, tracing: Tracing, observation: Observation, read: Callable[[Iterator[Any]], Failure | None]
+    method: Any,
+    message: Any,
+    timeout_s: float,
+    tracing: Tracing,
+    observation: Observation,
+    read: Callable[[Iterator[Any]], Failure | None],
+    metadata: Metadata = (),
 ) -> None:
     """One call of a streaming method: `read` takes its responses in, and says what is wrong with an answer whose status is OK."""
     observation.sent_ns = time.monotonic_ns()
     span = tracing.client_span(observation.sent_ns)
-    call = method(message, timeout=timeout_s, metadata=span.metadata)
+    call = method(message, timeout=timeout_s, metadata=(*span.metadata, *metadata))
     try:
         observation.failure = read(call)
         observation.cut_off = False
