@@ -28,6 +28,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from inference.v1 import generate_pb2, inference_pb2_grpc, info_pb2
+from inference_service.balancing import spread
 from inference_service.channel import Metadata, authorization, split_target
 from inference_service.client_messages import (
     Completion,
@@ -44,7 +45,7 @@ __all__ = ["AioClient", "Client", "Completion", "InferenceError"]
 
 SERVICE = "inference.v1.InferenceService"
 
-_OPTIONS = [("grpc.max_reconnect_backoff_ms", 1000), ("grpc.max_receive_message_length", -1)]
+_OPTIONS = [("grpc.max_reconnect_backoff_ms", 1000), ("grpc.max_receive_message_length", -1), spread()]
 _POLL_S = 0.1
 _READINESS = health_pb2.HealthCheckRequest(service=SERVICE)
 

@@ -8,13 +8,14 @@ from typing import Any
 
 import grpc
 
+from inference_service.balancing import spread
 from inference_service.channel import Metadata, split_target
 from inference_service.telemetry.tracing import Tracing
 from loadgen._target import ErrorClass, Failure, Observation, TargetError, end_span
 
 PROBE_S = 10.0
 """How long a target may take to say what it serves. A port where nobody listens says so at once."""
-_OPTIONS = [("grpc.enable_retries", 0), ("grpc.max_receive_message_length", -1)]
+_OPTIONS = [("grpc.enable_retries", 0), ("grpc.max_receive_message_length", -1), spread(retries=False)]
 """No retries behind our back: a failure must be seen, and a latency must be that of one call."""
 _ERROR_CLASSES = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: ErrorClass.QUEUE_FULL,

@@ -18,7 +18,7 @@ from inference_service.config import Config, load_config
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-OURS = {"baselines", "benchmarks", "inference", "inference_service", "loadgen", "tests"}
+OURS = {"baselines", "benchmarks", "inference", "inference_service", "k8s", "loadgen", "tests"}
 
 
 def name_of(requirement: str) -> str:
