@@ -79,7 +79,7 @@ def distributions(package: str) -> set[str]:
         ("loadgen", ["loadgen"]),
         ("baselines", ["loadgen", "baselines", "gpu"]),
         ("tests", ["loadgen", "dev", "gpu"]),
-        ("benchmarks", ["dev"]),
+        ("benchmarks", ["dev", "baselines"]),
     ],
 )
 def test_what_is_imported_is_declared(package: str, extras: list[str]) -> None:
