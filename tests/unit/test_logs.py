@@ -27,7 +27,9 @@ def lines() -> Any:
     handler.setFormatter(JsonFormatter("server"))
     log.addHandler(handler)
     log.setLevel(logging.INFO)
+    log.propagate = False  # to pytest's own handler, whose lines a worker must be able to send
     yield lambda: [json.loads(line) for line in stream.getvalue().splitlines()]
+    log.propagate = True
     log.removeHandler(handler)
 
 
