@@ -218,6 +218,8 @@ class Step(Frame, frozen=True, tag="step"):
     experts: ExpertSample | None = None
     compiles: int = 0
     """Kernels compiled or loaded since the engine was ready, in all."""
+    fused_steps: int = 0
+    """Steps with decodes and prefill chunks whose attention was one launch planned on the host, as POD is, in all."""
 
 
 ToFrontEnd = Ready | Progress | Failed | Step

@@ -68,4 +68,4 @@ class EngineLoop:
             by_origin[request.origin].append(output)
         now_ns, load, compiles = time.monotonic_ns(), self.scheduler.load, self.executor.compiles - self._compiles_before
         for origin in self.front_ends.known:
-            self.front_ends.send(origin, Step(now_ns, by_origin[origin], load, experts, compiles))
+            self.front_ends.send(origin, Step(now_ns, by_origin[origin], load, experts, compiles, self.executor.fused_steps))

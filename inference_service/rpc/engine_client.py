@@ -92,7 +92,7 @@ class EngineClient:
         self.load = Load(0, 0, 0, 0)
         self.experts: deque[ExpertSample] = deque(maxlen=EXPERT_SAMPLES)
         """The newest counts of experts."""
-        self.compiles = 0
+        self.compiles = self.fused_steps = 0
         """Kernels that the engine has compiled or loaded since it was ready."""
         self._heard_ns = time.monotonic_ns()
         self.output_tokens = 0
@@ -201,7 +201,7 @@ class EngineClient:
     def _dispatch(self, message: ToFrontEnd) -> None:
         self._heard_ns = time.monotonic_ns()
         if isinstance(message, Step):
-            self.load, self.compiles = message.load, message.compiles
+            self.load, self.compiles, self.fused_steps = message.load, message.compiles, message.fused_steps
             if message.experts:
                 self.experts.append(message.experts)
             for output in message.outputs:

@@ -23,7 +23,18 @@ from inference_service.kernels.flashinfer_paged import Fa2Decode, Fa2Prefill, Fa
 from inference_service.kernels.versions import at_least
 
 OLDEST, NEWEST = "0.6.13", "0.7.4"
-WRAPPER = "prefill.BatchPrefillWithPagedKVCacheWrapper"
+WRAPPER, RAGGED, MLA = (
+    "prefill.BatchPrefillWithPagedKVCacheWrapper",
+    "prefill.BatchPrefillWithRaggedKVCacheWrapper",
+    "mla.BatchMLAPagedAttentionWrapper",
+)
+WITH_BACKENDS = {"wrapper": WRAPPER, "ragged_wrapper": RAGGED, "mla_wrapper": MLA}
+WRAPPERS = WITH_BACKENDS | {
+    "pod_wrapper": "pod.PODWithPagedKVCacheWrapper",
+    "batch_pod_wrapper": "pod.BatchPODWithPagedKVCacheWrapper",
+    "holistic_wrapper": "attention.BatchAttention",
+}
+"""By the names that they have in `kernels/`."""
 Definition = ast.FunctionDef | ast.ClassDef
 
 
@@ -67,8 +78,8 @@ def find(version: str, module: str, name: str) -> Definition:
     if definitions:
         return definitions[-1]
     for node in ast.walk(parsed):
-        if isinstance(node, ast.ImportFrom) and any((alias.asname or alias.name) == name for alias in node.names):
-            original = next(alias.name for alias in node.names if (alias.asname or alias.name) == name)
+        if isinstance(node, ast.ImportFrom) and any((alias.asname or alias.name) in (name, "*") for alias in node.names):
+            original = next((alias.name for alias in node.names if (alias.asname or alias.name) == name), name)
             parts = ["flashinfer", *filter(None, module.split("."))]
             parent = parts[: len(parts) + package - node.level] if node.level else []
             return find(version, ".".join([*parent, *filter(None, [node.module])]).removeprefix("flashinfer."), original)
@@ -78,7 +89,7 @@ def find(version: str, module: str, name: str) -> Definition:
 def function(version: str, path: str) -> ast.FunctionDef:
     """By its path within the package, such as norm.rmsnorm; a class stands for what makes it."""
     module, _, name = path.rpartition(".")
-    if module in (WRAPPER, "jit.core.JitSpec", "autotuner.AutoTuner"):
+    if module in (*WRAPPERS.values(), "jit.core.JitSpec", "autotuner.AutoTuner"):
         module, _, owner = module.rpartition(".")
         found = find(version, module, owner)
     else:
@@ -108,17 +119,17 @@ def signature(definition: ast.FunctionDef) -> Signature:
 
 
 def calls() -> set[Call]:
-    """What `kernels/` calls by its full name, and of the wrapper, by that name."""
+    """What `kernels/` calls by its full name, and of the wrappers, by those names."""
     found = set()
     for file in Path(next(iter(kernels.__path__))).glob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
                 root, _, path = ast.unparse(node.func).partition(".")
-                if root in ("flashinfer", "wrapper"):
+                if root in ("flashinfer", *WRAPPERS):
                     keywords = tuple(str(keyword.arg) for keyword in node.keywords)
                     constants = [(str(k.arg), k.value.value) for k in node.keywords if isinstance(k.value, ast.Constant)]
                     texts = tuple((name, value) for name, value in constants if isinstance(value, str))
-                    found.add(Call(path if root == "flashinfer" else f"{WRAPPER}.{path}", len(node.args), keywords, texts))
+                    found.add(Call(path if root == "flashinfer" else f"{WRAPPERS[root]}.{path}", len(node.args), keywords, texts))
     return found
 
 
@@ -127,7 +138,8 @@ CALLS = sorted(calls(), key=lambda call: call.function)
 
 def test_the_calls_are_found() -> None:
     assert len(CALLS) >= 12
-    assert {"norm.rmsnorm", "fused_moe.cutlass_fused_moe", f"{WRAPPER}.plan"} <= {call.function for call in CALLS}
+    of_wrappers = {f"{wrapper}.{method}" for wrapper in WRAPPERS.values() for method in ("plan", "run")}
+    assert {"norm.rmsnorm", "fused_moe.cutlass_fused_moe", *of_wrappers} <= {call.function for call in CALLS}
 
 
 @pytest.mark.parametrize("version", [OLDEST, NEWEST])
@@ -152,8 +164,9 @@ def allowed(definition: ast.FunctionDef, name: str) -> str | list[str]:
 
 
 @pytest.mark.parametrize("version", [OLDEST, NEWEST])
-def test_the_backends_of_the_wrapper_are_known(version: str) -> None:
-    text = ast.unparse(function(version, WRAPPER))
+@pytest.mark.parametrize("wrapper", WITH_BACKENDS.values())
+def test_the_backends_of_the_wrappers_are_known(version: str, wrapper: str) -> None:
+    text = ast.unparse(function(version, wrapper))
     assert all(f"{backend.backend}" in text for backend in (Fa2Decode, Fa2Prefill, Fa3Prefill))
 
 
@@ -173,5 +186,5 @@ def test_an_installed_flashinfer_is_the_one_that_was_read() -> None:
         target: Any = flashinfer
         for part in call.function.split("."):
             target = getattr(target, part)
-        if not call.function.startswith(WRAPPER):
+        if not call.function.startswith(tuple(WRAPPERS.values())):
             inspect.signature(target).bind(*[None] * call.positional, **dict.fromkeys(call.keywords))
