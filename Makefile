@@ -8,6 +8,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 STUBS := protos/inference/v1/inference_pb2_grpc.py
 PROTOS := $(wildcard protos/inference/v1/*.proto)
+CRDS := tests/unit/crds/node_modules/.installed
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-peers lint format stubs model clean
@@ -27,8 +28,12 @@ demo: stubs model
 	$(BIN)/python benchmarks/demo.py
 
 # Most tests wait for processes, so some run at once; with a thread each for what they compute, which else would get in each other's way.
-test: lint model
+test: lint model $(if $(shell command -v npm),$(CRDS))
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile
+
+# Without a registry the tests that need them are skipped.
+$(CRDS): tests/unit/crds/package.json
+	-cd tests/unit/crds && npm install --no-package-lock --no-audit --no-fund --loglevel=error && touch node_modules/.installed
 
 test-peers: $(PEERS)/vllm/.installed $(PEERS)/llama_cpp/.installed stubs model
 	PEERS=$(PEERS) $(BIN)/python -m pytest tests/peers
@@ -64,7 +69,7 @@ model: $(INSTALLED)
 $(INSTALLED): pyproject.toml .ci/constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; (3, 11) <= v[:2] <= (3, 13) or sys.exit(f"Python 3.11 to 3.13 is needed, {sys.executable} is {v[0]}.{v[1]}: make PYTHON=python3.12 ...")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt -e '.[loadgen,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt -e '.[baselines,loadgen,dev]'
 	@touch $@
 
 clean:

@@ -72,9 +72,10 @@ class Cell:
         share = min(1.0, math.log2(self.concurrency) / math.log2(_MOST))
         return self.window_s or window_s[0] + (window_s[1] - window_s[0]) * share
 
-    def seed(self, base: int, part: int) -> int:
-        """Of its prompts: the same for every target, another for every cell, so that no cell finds its prompts in a prefix cache."""
-        return zlib.crc32(f"{base}/{self}/{part}".encode())
+    def seed(self, base: int, part: int, round: str = "") -> int:
+        """Of its prompts: the same for every target, another for every cell and each `round` of it, so that none finds its prompts in a
+        prefix cache."""
+        return zlib.crc32(f"{base}/{self}/{part}{round and '/' + round}".encode())
 
 
 def parse_cells(text: str) -> list[Cell]:

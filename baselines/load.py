@@ -30,19 +30,19 @@ class LoadError(RuntimeError):
     """The load generator did not measure; the message is its last word."""
 
 
-def run_load(file: Path, config: Config, url: str, cell: Cell, directory: Path) -> list[dict[str, Any]]:
+def run_load(file: Path, config: Config, url: str, cell: Cell, directory: Path, round: str, window_s: float) -> list[dict[str, Any]]:
     """The load generator's summary for each of the cell's shapes. Raises LoadError.
 
-    `file` is the YAML file of `config`. The warm-up, one request a user, is long over where a target answers within `loadtest.timeout_s`.
+    `file` is the YAML file of `config`; each `round` has prompts of its own. The warm-up, one request a user, is long over where a target
+    answers within `loadtest.timeout_s`.
     """
-    window_s = cell.measured_s(config.comparison.window_s)
     outputs = [directory / f"load-{part}.json" for part in range(len(cell.shapes))]
     logs = [output.with_suffix(".log") for output in outputs]
     runs: list[subprocess.Popen[bytes]] = []
     try:
         for part, shape in enumerate(cell.shapes):
             outputs[part].unlink(missing_ok=True)
-            command = _command(file, config, url, cell, shape, part, window_s, outputs[part])
+            command = _command(file, config, url, cell, shape, cell.seed(config.loadtest.seed, part, round), window_s, outputs[part])
             with logs[part].open("wb") as log:
                 runs.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True))
         deadline = time.monotonic() + 2 * config.loadtest.timeout_s + _MIXED_WARMUP_S + window_s + _OVERHEAD_S
@@ -63,7 +63,7 @@ def processes(cell: Cell, most: int) -> int:
     return max(1, min(wanted, most // parts, cell.users))
 
 
-def _command(file: Path, config: Config, url: str, cell: Cell, shape: Shape, part: int, window_s: float, output: Path) -> list[str]:
+def _command(file: Path, config: Config, url: str, cell: Cell, shape: Shape, seed: int, window_s: float, output: Path) -> list[str]:
     settings = {
         "loadtest.arrival": "closed",
         "loadtest.stages": [],
@@ -74,9 +74,11 @@ def _command(file: Path, config: Config, url: str, cell: Cell, shape: Shape, par
         "loadtest.drain_s": 0,
         "loadtest.warmup_requests": 1,
         "loadtest.warmup_s": _MIXED_WARMUP_S if len(cell.shapes) > 1 else 0,
-        "loadtest.seed": cell.seed(config.loadtest.seed, part),
+        "loadtest.seed": seed,
         "loadtest.workload.input_tokens": shape.input_tokens,
         "loadtest.workload.output_tokens": shape.output_tokens,
+        # An answer of another length is a failed request.
+        "loadtest.workload.exact_output": True,
         "loadtest.workload.temperature": cell.temperature,
         "loadtest.workload.top_p": cell.top_p,
         # A seed a row is what few ask for, and slows some samplers down.

@@ -1,21 +1,25 @@
-"""How much GPU memory a server takes, as nvidia-smi tells it."""
+"""How much memory a server takes: on a GPU as nvidia-smi tells it, else resident memory as Linux does."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import threading
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
 _POLL_S = 5.0
 """Seldom, since a query may delay the GPU's work."""
+_GIB = 2**30
 
 
 class PeakMemory:
-    """The most that the processes of a tree held while the block ran, in GiB; None without nvidia-smi.
+    """The most that the processes of a tree held while the block ran, in GiB; None where there is no telling.
 
-    Where their ids are not known, or not those that nvidia-smi sees (as in a container), the memory used on all GPUs.
+    Where there is a GPU that is its memory; if the processes are not known, or not those that nvidia-smi sees (as in a container), that
+    used on all GPUs.
     """
 
     def __init__(self, pid: int | None) -> None:
@@ -25,29 +29,47 @@ class PeakMemory:
         self.peak_gib: float | None = None
 
     def __enter__(self) -> PeakMemory:
-        if shutil.which("nvidia-smi"):
-            self._thread.start()
+        self._thread.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._stop.set()
-        if self._thread.is_alive():
-            self._thread.join()
+        self._thread.join()
+        self._look()
 
     def _poll(self) -> None:
         while not self._stop.wait(_POLL_S):
-            used_mib = _used_mib(self._pid)
-            if used_mib:
-                self.peak_gib = max(self.peak_gib or 0.0, used_mib / 1024)
+            self._look()
+
+    def _look(self) -> None:
+        if used_gib := _used_gib(self._pid):
+            self.peak_gib = max(self.peak_gib or 0.0, used_gib)
 
 
-def _used_mib(pid: int | None) -> float:
-    if pid is not None:
-        tree = process_tree(pid)
-        apps = [line.split(",") for line in _query("--query-compute-apps=pid,used_memory")]
-        if used := sum(_number(memory) for app, memory in apps if app.strip().isdigit() and int(app) in tree):
-            return used
-    return sum(_number(line) for line in _query("--query-gpu=memory.used"))
+def used_gpu_gib() -> float | None:
+    """Used of all GPUs; None without nvidia-smi."""
+    if not shutil.which("nvidia-smi"):
+        return None
+    return sum(_number(line) for line in _query("--query-gpu=memory.used")) / 1024
+
+
+def available_gib() -> float | None:
+    """What programs may take of this machine's memory; None where it is not Linux."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 / _GIB for line in lines if line.startswith("MemAvailable:")), None)
+
+
+def _used_gib(pid: int | None) -> float | None:
+    tree = process_tree(pid) if pid else set[int]()
+    if not shutil.which("nvidia-smi"):
+        return sum(_resident_gib(one) for one in tree)
+    apps = [line.split(",") for line in _query("--query-compute-apps=pid,used_memory")]
+    if used := sum(_number(memory) for app, memory in apps if app.strip().isdigit() and int(app) in tree):
+        return used / 1024
+    return used_gpu_gib()
 
 
 def _query(what: str) -> list[str]:
@@ -64,6 +86,12 @@ def _number(text: str) -> float:
         return float(text)
     except ValueError:
         return 0.0
+
+
+def _resident_gib(pid: int) -> float:
+    with suppress(OSError, IndexError, ValueError):  # it ended meanwhile
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / _GIB
+    return 0.0
 
 
 def process_tree(root: int) -> set[int]:

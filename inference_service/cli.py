@@ -1,9 +1,8 @@
-"""The command line: serve, generate, check, prebuild, fetch, traces."""
+"""The command line: serve, generate, check, size, prebuild, fetch, traces."""
 
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
 from collections.abc import Sequence
 
@@ -38,7 +37,9 @@ def _parser() -> argparse.ArgumentParser:
 
     generate = commands.add_parser("generate", help="stream one answer from a running server to the terminal")
     generate.add_argument("prompt", help="what to say to the model, as one chat message of the user")
-    generate.add_argument("--target", default="127.0.0.1:50051", metavar="HOST:PORT")
+    generate.add_argument(
+        "--target", default="127.0.0.1:50051", metavar="HOST:PORT", help="grpcs://HOST:PORT for TLS; a token is taken from INFERENCE_TOKEN"
+    )
     generate.add_argument("--raw", action="store_true", help="continue the prompt as plain text, without the chat template")
     generate.add_argument("--system", default="", help="a system message before the prompt")
     generate.add_argument("--max-tokens", type=int, default=256)
@@ -54,7 +55,14 @@ def _parser() -> argparse.ArgumentParser:
     prebuild = commands.add_parser(
         "prebuild", parents=[configured], help="compile and measure the kernels that the model needs on this GPU"
     )
+    prebuild.add_argument("--if-missing", action="store_true", help="only where nothing is kept for this GPU, libraries and model")
     prebuild.set_defaults(run=_prebuild)
+
+    size = commands.add_parser("size", parents=[configured], help="show whether the model fits a GPU, and how many requests")
+    memory = size.add_mutually_exclusive_group(required=True)
+    memory.add_argument("--gpu", type=str.lower, metavar="NAME", help="such as h100; an unknown name prints them all")
+    memory.add_argument("--memory-gib", type=float, metavar="GIB", help="for another one, its memory as CUDA tells it")
+    size.set_defaults(run=_size)
 
     fetch = commands.add_parser("fetch", help="bring a model into the cache and print its directory")
     fetch.add_argument("model", nargs="?", default=Config().model.path, help="a known name or a hub id (default: %(default)s)")
@@ -68,10 +76,18 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _serve(args: argparse.Namespace) -> None:
-    from inference_service.rpc.server import serve
+    from inference_service.telemetry.logs import configure_logs
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s server %(levelname)s %(message)s")
-    serve(load_config(args.config, args.set))
+    config = load_config(args.config, args.set)
+    configure_logs("server", config.telemetry.log_format)
+    if config.server.workers == 1:
+        from inference_service.rpc.server import serve
+
+        serve(config)
+    else:
+        from inference_service.rpc.supervisor import supervise
+
+        supervise(config)
 
 
 def _generate(args: argparse.Namespace) -> None:
@@ -103,7 +119,13 @@ def _check(args: argparse.Namespace) -> None:
 def _prebuild(args: argparse.Namespace) -> None:
     from inference_service.prebuild import prebuild
 
-    prebuild(load_config(args.config, args.set), lambda line: print(line, flush=True))
+    prebuild(load_config(args.config, args.set), lambda line: print(line, flush=True), args.if_missing)
+
+
+def _size(args: argparse.Namespace) -> None:
+    from inference_service.size import print_size
+
+    print_size(load_config(args.config, args.set), args.gpu, args.memory_gib)
 
 
 def _fetch(args: argparse.Namespace) -> None:

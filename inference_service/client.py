@@ -10,6 +10,9 @@
 A prompt is text, a conversation (mappings with `role` and `content`) or token ids. Keyword arguments are the fields of GenerateRequest and
 of its parts, by their names (`temperature`, `max_tokens`, `logprobs`, `add_generation_prompt`, `request_id`, ...); None is absent, and an
 unknown name is a TypeError. What the server or the connection refuses is an InferenceError.
+
+A target is HOST:PORT or grpc://HOST:PORT, and grpcs://HOST:PORT for TLS. `token` is the bearer token, where the server asks for one;
+without it, that of the environment's INFERENCE_TOKEN is sent, to whatever the target is.
 """
 
 from __future__ import annotations
@@ -25,6 +28,8 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from inference.v1 import generate_pb2, inference_pb2_grpc, info_pb2
+from inference_service.balancing import spread
+from inference_service.channel import Metadata, authorization, split_target
 from inference_service.client_messages import (
     Completion,
     Completions,
@@ -40,7 +45,7 @@ __all__ = ["AioClient", "Client", "Completion", "InferenceError"]
 
 SERVICE = "inference.v1.InferenceService"
 
-_OPTIONS = [("grpc.max_reconnect_backoff_ms", 1000), ("grpc.max_receive_message_length", -1)]
+_OPTIONS = [("grpc.max_reconnect_backoff_ms", 1000), ("grpc.max_receive_message_length", -1), spread()]
 _POLL_S = 0.1
 _READINESS = health_pb2.HealthCheckRequest(service=SERVICE)
 
@@ -48,9 +53,10 @@ _READINESS = health_pb2.HealthCheckRequest(service=SERVICE)
 class Client:
     """A blocking client; one may serve many threads. Close it, or use it as a context manager."""
 
-    def __init__(self, target: str, credentials: grpc.ChannelCredentials | None = None) -> None:
-        """`target` is HOST:PORT (grpc://HOST:PORT too); without `credentials` the connection is not encrypted."""
-        address = _address(target)
+    def __init__(self, target: str, credentials: grpc.ChannelCredentials | None = None, token: str | None = None) -> None:
+        """`credentials` are for TLS with other certificates than grpcs:// has: an authority of one's own, or a client's certificate."""
+        address, credentials = _open(target, credentials)
+        self._authorization = authorization(token)
         self._channel = grpc.secure_channel(address, credentials, _OPTIONS) if credentials else grpc.insecure_channel(address, _OPTIONS)
         self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
@@ -63,7 +69,7 @@ class Client:
         `timeout` is the call's deadline in seconds; `traceparent` the W3C header of the caller's span.
         """
         request = generate_request(prompt, **fields)
-        return _stream(self._stub.Generate(request, timeout=timeout, metadata=_metadata(traceparent)))
+        return _stream(self._stub.Generate(request, timeout=timeout, metadata=_metadata(traceparent, self._authorization)))
 
     def generate_text(self, prompt: Prompt, *, timeout: float | None = None, traceparent: str = "", **fields: Any) -> Completion:
         """The whole answer at once; of several choices the first, see `generate_choices`."""
@@ -77,43 +83,43 @@ class Client:
         return completions.checked(fields.get("n") or 1)
 
     def abort(self, request_id: str) -> bool:
-        """End a request in flight, whoever sent it. False: there is none of that id."""
+        """End a request in flight; with a token, one of this token's. False: there is none of that id."""
         with _errors():
-            return bool(self._stub.Abort(generate_pb2.AbortRequest(request_id=request_id)).found)
+            return bool(self._stub.Abort(generate_pb2.AbortRequest(request_id=request_id), metadata=self._authorization).found)
 
     def tokenize(self, prompt: str | Conversation, **fields: Any) -> list[int]:
         """The token ids that `generate` would compute; `fields` are TokenizeRequest's and ChatPrompt's."""
         with _errors():
-            return list(self._stub.Tokenize(tokenize_request(prompt, **fields)).token_ids)
+            return list(self._stub.Tokenize(tokenize_request(prompt, **fields), metadata=self._authorization).token_ids)
 
     def detokenize(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """The text of token ids."""
         request = generate_pb2.DetokenizeRequest(token_ids=token_ids, skip_special_tokens=skip_special_tokens)
         with _errors():
-            return str(self._stub.Detokenize(request).text)
+            return str(self._stub.Detokenize(request, metadata=self._authorization).text)
 
     def model_info(self) -> info_pb2.GetModelInfoResponse:
         """What is served."""
         with _errors():
-            answer: info_pb2.GetModelInfoResponse = self._stub.GetModelInfo(info_pb2.GetModelInfoRequest())
+            answer: info_pb2.GetModelInfoResponse = self._stub.GetModelInfo(info_pb2.GetModelInfoRequest(), metadata=self._authorization)
         return answer
 
     def server_info(self) -> info_pb2.GetServerInfoResponse:
         """By what, and with which limits."""
         with _errors():
-            answer: info_pb2.GetServerInfoResponse = self._stub.GetServerInfo(info_pb2.GetServerInfoRequest())
+            answer: info_pb2.GetServerInfoResponse = self._stub.GetServerInfo(info_pb2.GetServerInfoRequest(), metadata=self._authorization)
         return answer
 
     def load(self) -> info_pb2.GetLoadResponse:
         """How busy the server is."""
         with _errors():
-            answer: info_pb2.GetLoadResponse = self._stub.GetLoad(info_pb2.GetLoadRequest())
+            answer: info_pb2.GetLoadResponse = self._stub.GetLoad(info_pb2.GetLoadRequest(), metadata=self._authorization)
         return answer
 
     def drain(self) -> int:
         """Start the server's drain. Gives the number of requests still in flight."""
         with _errors():
-            return int(self._stub.Drain(info_pb2.DrainRequest()).in_flight)
+            return int(self._stub.Drain(info_pb2.DrainRequest(), metadata=self._authorization).in_flight)
 
     def wait_ready(self, timeout: float) -> None:
         """Wait until the server takes requests. Raises InferenceError (DEADLINE_EXCEEDED) after `timeout` seconds."""
@@ -144,9 +150,10 @@ class Client:
 class AioClient:
     """The same for asyncio: make it within a running loop; `async with` closes it."""
 
-    def __init__(self, target: str, credentials: grpc.ChannelCredentials | None = None) -> None:
+    def __init__(self, target: str, credentials: grpc.ChannelCredentials | None = None, token: str | None = None) -> None:
         """See Client."""
-        address = _address(target)
+        address, credentials = _open(target, credentials)
+        self._authorization = authorization(token)
         self._channel = (
             grpc.aio.secure_channel(address, credentials, _OPTIONS) if credentials else grpc.aio.insecure_channel(address, _OPTIONS)
         )
@@ -158,7 +165,7 @@ class AioClient:
     ) -> AsyncIterator[generate_pb2.GenerateResponse]:
         """Stream an answer; see Client.generate."""
         request = generate_request(prompt, **fields)
-        return _aio_stream(lambda: self._stub.Generate(request, timeout=timeout, metadata=_metadata(traceparent)))
+        return _aio_stream(lambda: self._stub.Generate(request, timeout=timeout, metadata=_metadata(traceparent, self._authorization)))
 
     async def generate_text(self, prompt: Prompt, *, timeout: float | None = None, traceparent: str = "", **fields: Any) -> Completion:
         """See Client.generate_text."""
@@ -176,42 +183,44 @@ class AioClient:
     async def abort(self, request_id: str) -> bool:
         """See Client.abort."""
         with _errors():
-            return bool((await self._stub.Abort(generate_pb2.AbortRequest(request_id=request_id))).found)
+            return bool((await self._stub.Abort(generate_pb2.AbortRequest(request_id=request_id), metadata=self._authorization)).found)
 
     async def tokenize(self, prompt: str | Conversation, **fields: Any) -> list[int]:
         """See Client.tokenize."""
         request = tokenize_request(prompt, **fields)
         with _errors():
-            return list((await self._stub.Tokenize(request)).token_ids)
+            return list((await self._stub.Tokenize(request, metadata=self._authorization)).token_ids)
 
     async def detokenize(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """See Client.detokenize."""
         request = generate_pb2.DetokenizeRequest(token_ids=token_ids, skip_special_tokens=skip_special_tokens)
         with _errors():
-            return str((await self._stub.Detokenize(request)).text)
+            return str((await self._stub.Detokenize(request, metadata=self._authorization)).text)
 
     async def model_info(self) -> info_pb2.GetModelInfoResponse:
         """See Client.model_info."""
         with _errors():
-            answer: info_pb2.GetModelInfoResponse = await self._stub.GetModelInfo(info_pb2.GetModelInfoRequest())
+            request = info_pb2.GetModelInfoRequest()
+            answer: info_pb2.GetModelInfoResponse = await self._stub.GetModelInfo(request, metadata=self._authorization)
         return answer
 
     async def server_info(self) -> info_pb2.GetServerInfoResponse:
         """See Client.server_info."""
         with _errors():
-            answer: info_pb2.GetServerInfoResponse = await self._stub.GetServerInfo(info_pb2.GetServerInfoRequest())
+            request = info_pb2.GetServerInfoRequest()
+            answer: info_pb2.GetServerInfoResponse = await self._stub.GetServerInfo(request, metadata=self._authorization)
         return answer
 
     async def load(self) -> info_pb2.GetLoadResponse:
         """See Client.load."""
         with _errors():
-            answer: info_pb2.GetLoadResponse = await self._stub.GetLoad(info_pb2.GetLoadRequest())
+            answer: info_pb2.GetLoadResponse = await self._stub.GetLoad(info_pb2.GetLoadRequest(), metadata=self._authorization)
         return answer
 
     async def drain(self) -> int:
         """See Client.drain."""
         with _errors():
-            return int((await self._stub.Drain(info_pb2.DrainRequest())).in_flight)
+            return int((await self._stub.Drain(info_pb2.DrainRequest(), metadata=self._authorization)).in_flight)
 
     async def wait_ready(self, timeout: float) -> None:
         """See Client.wait_ready."""
@@ -277,9 +286,10 @@ def _not_ready(timeout: float) -> InferenceError:
     return InferenceError(grpc.StatusCode.DEADLINE_EXCEEDED, f"the server is not ready after {timeout:g} s")
 
 
-def _address(target: str) -> str:
-    return target.removeprefix("grpc://")
+def _open(target: str, credentials: grpc.ChannelCredentials | None) -> tuple[str, grpc.ChannelCredentials | None]:
+    address, secure = split_target(target)
+    return address, credentials or (grpc.ssl_channel_credentials() if secure else None)
 
 
-def _metadata(traceparent: str) -> tuple[tuple[str, str], ...]:
-    return (("traceparent", traceparent),) if traceparent else ()
+def _metadata(traceparent: str, further: Metadata) -> Metadata:
+    return (("traceparent", traceparent), *further) if traceparent else further

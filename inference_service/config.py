@@ -135,8 +135,15 @@ class Server(Section, frozen=True):
     host: str = "127.0.0.1"
     port: Port = 50051
     """0: any free port; the one taken is printed."""
+    workers: Count = 1
+    """Front-end processes on the one port, for one engine. Streams are spread among them by connection."""
+    admin_port: Port | None = None
+    """Where Drain, profiling, reflection and channelz are, in plaintext on 127.0.0.1. null: Drain and reflection on `port`."""
+    health_port: Port | None = None
+    """Where health is answered in plaintext and without a token, for probes that know neither; on all addresses. null: on `port` alone."""
     max_queue: CountOrAuto = 256
-    """Requests that may be in flight beyond batch.max_requests, and so wait; one more is RESOURCE_EXHAUSTED."""
+    """Requests that may be in flight beyond batch.max_requests, and so wait; one more is RESOURCE_EXHAUSTED. An eighth of it is there in
+    addition for what gRPC sends again after such a refusal."""
     max_message_mib: Count = 4
     """Largest request message."""
     stuck_reader_s: PositiveSeconds = 30.0
@@ -146,17 +153,71 @@ class Server(Section, frozen=True):
     drain_s: Seconds = 30.0
     """How long running requests may go on in a drain."""
     engine_timeout_s: PositiveSeconds = 30.0
-    """An engine that has not been heard of for so long is lost."""
+    """An engine that has not been heard of for so long is lost; so is one of several front ends."""
+    engine_restarts: Annotated[int, Meta(ge=0)] = 5
+    """A lost engine is started again, after a wait that doubles each time, but no more often than this without a healthy minute between."""
+
+
+class Security(Section, frozen=True):
+    """Who may call, and over what."""
+
+    tls_certificate: str = ""
+    """PEM file with the server's certificate chain; with `tls_key`, `server.port` speaks TLS alone."""
+    tls_key: str = ""
+    tls_client_ca: str = ""
+    """PEM file of the authorities whose clients may connect (mTLS). Empty: clients need no certificate."""
+    tokens_file: str = ""
+    """YAML list of the clients that may call: name, token (or token_sha256), and limits of their own. Empty: whoever reaches the port."""
+
+    def __post_init__(self) -> None:
+        if bool(self.tls_certificate) != bool(self.tls_key):
+            missing, given = ("tls_key", "tls_certificate") if self.tls_certificate else ("tls_certificate", "tls_key")
+            raise ValueError(f"{missing} is missing: {given} is given, and TLS needs both")
+        if self.tls_client_ca and not self.tls_certificate:
+            raise ValueError("tls_client_ca needs TLS: tls_certificate and tls_key are missing")
+
+
+class Limits(Section, frozen=True):
+    """How much is admitted. What is more is RESOURCE_EXHAUSTED, with when to try again. A limit of 0 is none, if nothing else is said.
+
+    Each of server.workers counts what it has admitted itself.
+    """
+
+    max_queued_tokens: CountOrAuto = 0
+    """Tokens of prompts that may wait for their turn; one prompt may always. 0: no limit but server.max_queue."""
+    max_kv_share: Annotated[float, Meta(gt=0)] = 4.0
+    """KV pages that all requests in flight may come to need, if their answers become as long as they may, as a multiple of those there are;
+    one request may always."""
+    client_key: str = ""
+    """The metadata key whose value names a client that no token names; those without it are together one client. It proves nothing: who
+    must be held to limits needs a token. Empty: clients without tokens have no limits."""
+    client_streams: CountOrAuto = 0
+    """Generate calls of one client at once."""
+    client_requests_per_s: Annotated[float, Meta(ge=0)] = 0.0
+    """On average; those of a second, or one, may come at once."""
+    client_tokens_per_min: CountOrAuto = 0
+    """Prompt and answer tokens of one client, on average; those of a minute may come at once. Who has used more is refused until that has
+    passed."""
+    max_prompt_tokens: CountOrAuto = 0
+    """A longer prompt is INVALID_ARGUMENT. 0: what the context and the KV cache hold."""
 
 
 class Telemetry(Section, frozen=True):
-    """Where traces go."""
+    """Where traces, metrics and logs go."""
 
     traces: bool = True
     trace_file: str = "traces.jsonl"
     """JSON lines, one a span; used where no OTLP endpoint is set."""
     otlp_endpoint: str = ""
-    """An OTLP gRPC receiver, such as http://127.0.0.1:4317. Empty: OTEL_EXPORTER_OTLP_ENDPOINT, else the file."""
+    """An OTLP gRPC receiver, such as http://127.0.0.1:4317. Empty: OTEL_EXPORTER_OTLP_ENDPOINT, else the file. Metrics go there as well."""
+    metrics_port: Port | None = None
+    """Where /metrics is for Prometheus, over HTTP on all addresses. null: nowhere."""
+    log_format: Literal["text", "json"] = "text"
+    """json: a line an object, with the trace id of the request that it is about."""
+    record_prompts: bool = False
+    """Put prompts and answers into the spans. They are nowhere else, and without this not there."""
+    flashinfer_log_level: Annotated[int, Meta(ge=0, le=10)] = 0
+    """FlashInfer's logging of its API's calls (FLASHINFER_LOGLEVEL): 0 none, 1 names, 3 with arguments, 5 with statistics of tensors."""
 
 
 class Lengths(Section, frozen=True):
@@ -281,9 +342,17 @@ class Endpoint(Section, frozen=True):
 
     url: str
     """What the load generator calls its target."""
+    peer: Literal["", "ours", "vllm", "tensorrt_llm", "sglang", "lmdeploy", "lorax", "llama_cpp", "tgi"] = ""
+    """Whose server it is: the command that starts it is then made of this file's settings. Empty: that of `serve`, or it runs already."""
+    program: str = ""
+    """The Python that has the peer's package, or the peer's executable. Empty: this Python, or what is found on the path."""
+    model: str = ""
+    """The model in the peer's own form, such as a GGUF file. Empty: model.path."""
+    arguments: str = ""
+    """More of them, at the end of the command."""
     serve: str = ""
-    """The command that starts it, in which {python}, {model} and {file} stand for this Python, model.path and the YAML file's path.
-    Empty: it runs already."""
+    """A command that goes before the peer's, in which {python}, {model} and {file} stand for this Python, model.path and the YAML file's
+    path."""
     env: dict[str, str] = {}
     """Set in its environment."""
     ready_s: PositiveSeconds = 600.0
@@ -298,11 +367,20 @@ class Comparison(Section, frozen=True):
 
     targets: dict[str, Endpoint] = {}
     cells: str = "128/256@1,8,32"
-    """Input / output tokens @ concurrencies, and more of them after spaces; docs/load-testing.md has the grammar."""
+    """Input / output tokens @ concurrencies, and more of them after spaces; docs/baselines.md has the grammar."""
     window_s: tuple[PositiveSeconds, PositiveSeconds] = (8.0, 16.0)
     """How long a cell is measured: at concurrency 1, and at 256; between, by the logarithm."""
     processes: Count = 8
     """Most load generator processes; 4 or more for a concurrency of 4 or more."""
+    repeats: Count = 1
+    """Of each cell, one after the other within a start of the server, for confidence intervals."""
+    interleave: bool | Literal["auto"] = "auto"
+    """Whether all servers are up at once and each cell goes from one to the next. Else they run in blocks: the first, each other, the first
+    again. auto: where all fit into memory."""
+    rehearsal_s: Seconds = 0.0
+    """For how long each cell is run unmeasured after each start, so that no kernel is compiled within a window. 0: not at all."""
+    traces: bool = False
+    """Collects the servers' own traces, where they have some; it costs them time."""
 
 
 class Config(Section, frozen=True):
@@ -314,6 +392,8 @@ class Config(Section, frozen=True):
     cache: Cache = Cache()
     kernels: Kernels = Kernels()
     server: Server = Server()
+    security: Security = Security()
+    limits: Limits = Limits()
     telemetry: Telemetry = Telemetry()
     loadtest: Loadtest = Loadtest()
     comparison: Comparison = Comparison()
@@ -330,7 +410,7 @@ def load_config(path: str | Path | None = None, overrides: list[str] | None = No
     try:
         return msgspec.convert(tree, Config)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{path or 'configuration'}: {_readable(str(error))}") from None
+        raise ConfigError(f"{path or 'configuration'}: {readable(error)}") from None
 
 
 class _Loader(yaml.SafeLoader):
@@ -347,6 +427,8 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: {error.strerror}") from None
     except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{path}: not YAML: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: is nested too deeply") from None
     if tree is None:
         return {}
     if not isinstance(tree, dict):
@@ -361,7 +443,7 @@ def _set(tree: dict[str, Any], override: str) -> None:
         raise ConfigError(f"override {override!r}: write section.key=value")
     try:
         value = yaml.load(text, _Loader)
-    except (yaml.YAMLError, ValueError):
+    except (yaml.YAMLError, ValueError, RecursionError):
         raise ConfigError(f"override {override!r}: {text!r} is not a YAML value") from None
     node: Any = tree
     for section in sections:
@@ -371,7 +453,7 @@ def _set(tree: dict[str, Any], override: str) -> None:
     node[leaf] = "" if value is None else value
 
 
-def _readable(error: str) -> str:
+def readable(error: msgspec.ValidationError) -> str:
     """msgspec ends its messages with "- at `$.a.b`"; begin with the key instead, as a person would write it."""
-    what, at, where = error.rpartition(" - at `$.")
-    return f"{where.rstrip('`')}: {what}" if at else error
+    what, at, where = str(error).replace(" - at `key` in `$", " as a key - at `$").rpartition(" - at `$")
+    return f"{where.strip('.`')}: {what}".removeprefix(": ") if at else str(error)

@@ -21,10 +21,8 @@ class EngineStart(msgspec.Struct, frozen=True):
     model_dir: str
     address: str
     """Where the engine binds its ZeroMQ socket; front ends connect to it."""
-    vocab_size: int
-    """The tokenizer's; used by the echo engine alone."""
     parent_pid: int
-    """The front end's process; the engine ends when it is gone."""
+    """The process that starts the engine, which ends when that is gone."""
 
 
 # --- front end to engine ---
@@ -98,6 +96,8 @@ class Submit(Frame, frozen=True, tag="submit"):
     fork_of: int = -1
     """The key of another choice of the same request, whose prompt's pages this one takes over (and so no prompt_logprobs); -1: none."""
     grammar: Grammar | None = None
+    request_id: str = ""
+    """The client's name for it, in flight once among all front ends; of all choices of a request the same. Empty: none."""
 
 
 class Abort(Frame, frozen=True, tag="abort"):
@@ -106,11 +106,36 @@ class Abort(Frame, frozen=True, tag="abort"):
     keys: list[int]
 
 
+class AbortById(Frame, frozen=True, tag="abort_by_id"):
+    """Ends a request of whichever front end, which is told so; Aborted answers."""
+
+    request_id: str
+    call: int
+    """What the answer says again."""
+
+
 class Hello(Frame, frozen=True, tag="hello"):
     """The first frame of a front end: from now on the engine knows where to send."""
 
+    watches: bool = False
+    """Not a front end, but who started the engine: it is told how the start gets on and what goes wrong, and hears heartbeats alone."""
 
-ToEngine = Submit | Abort | Hello
+
+class Gone(Frame, frozen=True, tag="gone"):
+    """A front end has died, and its requests with it."""
+
+    name: bytes
+    """The identity of its socket, never used again."""
+
+
+class Profile(Frame, frozen=True, tag="profile"):
+    """Record what the executor computes; the file tells the end."""
+
+    path: str
+    seconds: float
+
+
+ToEngine = Submit | Abort | AbortById | Hello | Gone | Profile
 
 
 # --- engine to front end ---
@@ -125,7 +150,8 @@ class TokenLogprobs(Frame, frozen=True):
 
 
 class Finish(Frame, frozen=True):
-    """Why a request ended: "stop", "length", "deadline", "invalid" (before its first step) or "failed"; the front end adds "abort"."""
+    """Why a request ended: "stop", "length", "deadline", "abort", "invalid" (before its first step), "failed", or "duplicate": its
+    request_id was in flight. At a client's wish a front end adds "abort" itself."""
 
     reason: str
     stop_token_id: int = -1
@@ -161,6 +187,8 @@ class Load(Frame, frozen=True):
     pages_cached: int
     waiting_tokens: int = 0
     """Of the prompts of those that wait."""
+    output_tokens: int = 0
+    """Ids of answers since the engine was ready, of all front ends."""
 
 
 class Kernel(Frame, frozen=True):
@@ -186,6 +214,8 @@ class Ready(Frame, frozen=True, tag="ready"):
     kernels: list[Kernel]
     prefill_tokens: int
     """Most prefill tokens of a step that also decodes."""
+    pid: int = 0
+    """The engine's process."""
 
 
 class Progress(Frame, frozen=True, tag="progress"):
@@ -208,6 +238,18 @@ class ExpertSample(Frame, frozen=True):
     """Different experts, a layer on average."""
 
 
+class StepWork(Frame, frozen=True):
+    """What a step computed, for metrics."""
+
+    rows: int
+    """Requests."""
+    prefill_tokens: int
+    duration_ns: int
+    """From the end of the step before, or from its launch where that came later, to its ids' arrival on the host."""
+    preemptions: int
+    """Since the step before."""
+
+
 class Step(Frame, frozen=True, tag="step"):
     """The outputs of one step. A frame without outputs is a heartbeat."""
 
@@ -218,8 +260,16 @@ class Step(Frame, frozen=True, tag="step"):
     experts: ExpertSample | None = None
     compiles: int = 0
     """Kernels compiled or loaded since the engine was ready, in all."""
+    work: StepWork | None = None
     fused_steps: int = 0
     """Steps with decodes and prefill chunks whose attention was one launch planned on the host, as POD is, in all."""
 
 
-ToFrontEnd = Ready | Progress | Failed | Step
+class Aborted(Frame, frozen=True, tag="aborted"):
+    """The answer to AbortById."""
+
+    call: int
+    found: bool
+
+
+ToFrontEnd = Ready | Progress | Failed | Step | Aborted

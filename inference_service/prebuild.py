@@ -10,27 +10,37 @@ import torch
 
 from inference_service.config import Config, ConfigError
 from inference_service.execution.cuda_start import build_cuda_executor
-from inference_service.execution.device import find_device, find_setting
+from inference_service.execution.device import find_device, find_dtype, find_setting
 from inference_service.execution.loading import LoadedModel, Report, load_model
 from inference_service.execution.memory import cache_dtype
-from inference_service.execution.tuning import Tuning, describe, save_tuning
+from inference_service.execution.tuning import Tuning, describe, load_tuning, save_tuning, tuning_file
 from inference_service.fetch import resolve_model
 from inference_service.kernels import support
 from inference_service.kernels.attention import StepLayout
 from inference_service.kernels.expert_tactics import expert_tactics, microseconds
 from inference_service.kernels.mla import UpProjection, empty_output
+from inference_service.models.families import read_config
 from inference_service.models.layers import SparseMlp
 
 PREFILLS = ([512], [4096], [512] * 8)
 """Prompts of the steps that are timed, in tokens."""
 
 
-def prebuild(config: Config, progress: Report) -> None:
-    """Do it all; the last step is a whole start, so that everything that it compiles is compiled. Raises ConfigError without a GPU."""
-    if find_device(config).device.type != "cuda":
+def prebuild(config: Config, progress: Report, if_missing: bool = False) -> None:
+    """Do it all; the last step is a whole start, so that everything that it compiles is compiled. Raises ConfigError without a GPU.
+
+    `if_missing`: only where nothing is kept for this GPU, these libraries and this model.
+    """
+    target = find_device(config)
+    if target.device.type != "cuda":
         raise ConfigError("device.kind: prebuild is for a GPU; on a CPU there is nothing to build")
-    loaded = load_model(config, resolve_model(config.model.path), progress)
-    made_for = describe(loaded.target, find_setting(config, loaded.target, loaded.shape, loaded.dtype), loaded.shape)
+    model_dir = resolve_model(config.model.path)
+    shape = read_config(model_dir)
+    made_for = describe(target, find_setting(config, target, shape, find_dtype(config, target.device, shape.dtype)), shape)
+    if if_missing and load_tuning(made_for):
+        progress(f"it is kept already, in {tuning_file(made_for)}")
+        return
+    loaded = load_model(config, model_dir, progress)
     operator = "mla_prefill" if loaded.shape.mla else "attention_prefill"
     measured = {operator: _time_prefill(operator, config, loaded, progress)}
     fastest = {operator: min(times, key=times.__getitem__) for operator, times in measured.items() if times}

@@ -97,11 +97,14 @@ def found(levels: Sequence[Level]) -> Search:
     return Search(best=max((load for load, good in met.items() if good), default=None))
 
 
+def t_95(freedom: int) -> float:
+    """Student's t, two-sided 95 %, for at least 1 degree of freedom; beyond the table a little too large."""
+    return _T_95[freedom - 1] if freedom <= len(_T_95) else _T_95_MORE
+
+
 def interval(samples: Sequence[float]) -> Interval:
     """The 95 % confidence interval of the mean of at least two samples."""
-    freedom = len(samples) - 1
-    t = _T_95[freedom - 1] if freedom <= len(_T_95) else _T_95_MORE
-    middle, half = mean(samples), t * stdev(samples) / sqrt(len(samples))
+    middle, half = mean(samples), t_95(len(samples) - 1) * stdev(samples) / sqrt(len(samples))
     return Interval(mean=middle, low=middle - half, high=middle + half, samples=len(samples))
 
 

@@ -8,12 +8,14 @@ from typing import Any
 
 import grpc
 
+from inference_service.balancing import spread
+from inference_service.channel import Metadata, split_target
 from inference_service.telemetry.tracing import Tracing
 from loadgen._target import ErrorClass, Failure, Observation, TargetError, end_span
 
 PROBE_S = 10.0
 """How long a target may take to say what it serves. A port where nobody listens says so at once."""
-_OPTIONS = [("grpc.enable_retries", 0), ("grpc.max_receive_message_length", -1)]
+_OPTIONS = [("grpc.enable_retries", 0), ("grpc.max_receive_message_length", -1), spread(retries=False)]
 """No retries behind our back: a failure must be seen, and a latency must be that of one call."""
 _ERROR_CLASSES = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: ErrorClass.QUEUE_FULL,
@@ -29,18 +31,27 @@ _ERROR_CLASSES = {
 }
 
 
-def open_channel(address: str) -> grpc.Channel:
-    """`address` is HOST:PORT. Under gevent, gRPC must have been told so before."""
+def open_channel(target: str) -> grpc.Channel:
+    """`target` is [grpc[s]://]HOST:PORT. Under gevent, gRPC must have been told so before."""
+    address, secure = split_target(target)
+    if secure:
+        return grpc.secure_channel(address, grpc.ssl_channel_credentials(), options=_OPTIONS)
     return grpc.insecure_channel(address, options=_OPTIONS)
 
 
 def observe(
-    method: Any, message: Any, timeout_s: float, tracing: Tracing, observation: Observation, read: Callable[[Iterator[Any]], Failure | None]
+    method: Any,
+    message: Any,
+    timeout_s: float,
+    tracing: Tracing,
+    observation: Observation,
+    read: Callable[[Iterator[Any]], Failure | None],
+    metadata: Metadata = (),
 ) -> None:
     """One call of a streaming method: `read` takes its responses in, and says what is wrong with an answer whose status is OK."""
     observation.sent_ns = time.monotonic_ns()
     span = tracing.client_span(observation.sent_ns)
-    call = method(message, timeout=timeout_s, metadata=span.metadata)
+    call = method(message, timeout=timeout_s, metadata=(*span.metadata, *metadata))
     try:
         observation.failure = read(call)
         observation.cut_off = False

@@ -8,29 +8,37 @@ from collections.abc import Iterator
 import grpc
 
 from inference.v1 import generate_pb2, inference_pb2_grpc, info_pb2
+from inference_service.channel import authorization
 from inference_service.telemetry.tracing import Tracing
 from loadgen._grpc_calls import PROBE_S, no_answer, observe, open_channel
-from loadgen._target import ErrorClass, Failure, Model, Observation, Request, Takes, miscount
+from loadgen._target import ErrorClass, Failure, Model, Observation, Request, Takes, TargetError, miscount
 
 
 class GrpcTarget:
-    """`grpc://HOST:PORT[/chat]`, where inference.v1.InferenceService listens. Under gevent, gRPC must have been told so before."""
+    """`grpc[s]://HOST:PORT[/chat]`, where inference.v1.InferenceService listens. Under gevent, gRPC must have been told so before.
+
+    A token is taken from the environment: see inference_service/channel.py.
+    """
 
     protocol = "grpc"
 
     def __init__(self, url: str, address: str, chat: bool, timeout_s: float, tracing: Tracing) -> None:
-        """`address` is the URL's HOST:PORT, `timeout_s` each request's deadline."""
+        """`address` is the URL's grpc[s]://HOST:PORT, `timeout_s` each request's deadline."""
         self.takes = Takes(token_ids=not chat, text=not chat, messages=chat)
         self._url = url
         self._timeout_s = timeout_s
         self._tracing = tracing
         self._model_name = ""
+        try:
+            self._authorization = authorization()
+        except ValueError as error:
+            raise TargetError(f"target {url}: {error}") from None
         self._channel = open_channel(address)
         self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
 
     def model(self) -> Model:
         try:
-            info = self._stub.GetModelInfo(info_pb2.GetModelInfoRequest(), timeout=PROBE_S)
+            info = self._stub.GetModelInfo(info_pb2.GetModelInfoRequest(), timeout=PROBE_S, metadata=self._authorization)
         except grpc.RpcError as error:
             raise no_answer(self._url, error) from None
         self._model_name = info.name
@@ -42,7 +50,7 @@ class GrpcTarget:
         def read(responses: Iterator[generate_pb2.GenerateResponse]) -> Failure | None:
             return _breach(observation, request, _read(responses, observation))
 
-        observe(self._stub.Generate, _message(request), self._timeout_s, self._tracing, observation, read)
+        observe(self._stub.Generate, _message(request), self._timeout_s, self._tracing, observation, read, self._authorization)
 
     def close(self) -> None:
         self._channel.close()

@@ -1,4 +1,4 @@
-"""Which target an address is of: `grpc://HOST:PORT[/chat]`, `PEER+grpc://HOST:PORT` or `PEER+http://HOST:PORT/v1[/chat/completions]`."""
+"""Which target an address is of: `grpc[s]://HOST:PORT[/chat]`, `PEER+grpc://HOST:PORT` or `PEER+http://HOST:PORT/v1[/chat/completions]`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from loadgen._target import Target, TargetError
 
 _CHAT, _COMPLETIONS = "/chat/completions", "/completions"
 _FORMS = (
-    "grpc://HOST:PORT[/chat], http://HOST:PORT/v1, "
+    "grpc://HOST:PORT[/chat], grpcs://HOST:PORT[/chat], http://HOST:PORT/v1, "
     f"{{{','.join(DIALECTS)}}}+grpc://HOST:PORT or {{{','.join(PRESETS)}}}+http://HOST:PORT/v1[/chat/completions]"
 )
 
@@ -28,11 +28,10 @@ def make_target(url: str, timeout_s: float, tracing: Tracing) -> Target:
     peer, _, protocol = parts.scheme.rpartition("+")
     path = parts.path.rstrip("/")
     if parts.netloc and not parts.query and not parts.fragment:
-        if protocol == "grpc":
-            if not peer and path in ("", "/chat"):
-                return GrpcTarget(url, parts.netloc, bool(path), timeout_s, tracing)
-            if peer in DIALECTS and not path:
-                return PeerGrpcTarget(url, parts.netloc, DIALECTS[peer], timeout_s, tracing)
+        if protocol in ("grpc", "grpcs") and not peer and path in ("", "/chat"):
+            return GrpcTarget(url, f"{protocol}://{parts.netloc}", bool(path), timeout_s, tracing)
+        if protocol == "grpc" and peer in DIALECTS and not path:
+            return PeerGrpcTarget(url, parts.netloc, DIALECTS[peer], timeout_s, tracing)
         # Without a name they speak as vLLM does, which others understand best.
         if (protocol == "http" and (peer or "vllm") in PRESETS) or (parts.scheme == "openai"):
             base, chat = _endpoint(path)

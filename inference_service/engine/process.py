@@ -1,9 +1,10 @@
-"""The engine's process: `python -m inference_service.engine.process`, started by the front end with an EngineStart as JSON on its input."""
+"""The engine's process: `python -m inference_service.engine.process`, started by an EngineHost with an EngineStart as JSON on its input."""
 
 from __future__ import annotations
 
 import gc
 import logging
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -17,33 +18,37 @@ from inference_service.engine.grammars import Grammars
 from inference_service.engine.kv_pages import KvPages
 from inference_service.engine.link import FrontEnds
 from inference_service.engine.loop import EngineLoop
+from inference_service.engine.parent import end_with_parent
 from inference_service.engine.scheduler import Scheduler
 from inference_service.engine.step import Executor, Row, StepPlan
 from inference_service.messages import EngineStart, Failed, Progress, Ready, Sampling
+from inference_service.telemetry.logs import configure_logs
 
 log = logging.getLogger(__name__)
 
 
 def main() -> None:
     """Load, say Ready, then loop. Ends with status 1, having said Failed, when that is impossible."""
-    # A drain is the front end's business: the engine outlives the signal that starts it, and is ended by its parent.
+    # A drain is the front ends' business: the engine outlives the signal that starts it, and is ended by its parent.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s engine %(levelname)s %(message)s")
     start = msgspec.json.decode(sys.stdin.buffer.read(), type=EngineStart)
+    configure_logs("engine", start.config.telemetry.log_format)
+    log_flashinfer(start.config.telemetry.flashinfer_log_level)
+    end_with_parent(start.parent_pid, Path(start.address.removeprefix("ipc://")))
     front_ends = FrontEnds(start.address)
 
     def progress(what: str) -> None:
         log.info("%s", what)
-        front_ends.broadcast(Progress(what))
+        front_ends.report(Progress(what))
 
-    list(front_ends.receive(timeout_s=10))
+    front_ends.await_watcher(timeout_s=10)
     try:
         executor = load_executor(start, progress)
         batch, rush_tokens = find_chunk(start.config, executor, progress)
-        front_ends.broadcast(ready(start.config, executor, batch.prefill_tokens))
+        front_ends.ready(ready(start.config, executor, batch.prefill_tokens))
         pages = KvPages(executor.info.pages, start.config.cache.page_size, prefix=start.config.cache.prefix)
         grammars = Grammars(start.model_dir, executor.info.vocab_size)
-        loop = EngineLoop(front_ends, Scheduler(batch, pages, grammars, rush_tokens), executor, start.parent_pid)
+        loop = EngineLoop(front_ends, Scheduler(batch, pages, grammars, rush_tokens), executor)
         # What is loaded stays; looking through it again would hold up steps for tens of milliseconds.
         gc.collect()
         gc.freeze()
@@ -51,9 +56,16 @@ def main() -> None:
     except Exception as error:
         if not isinstance(error, ValueError):  # a wrong configuration or model says all in its message
             log.exception("the engine failed")
-        front_ends.broadcast(Failed(f"{type(error).__name__}: {error}"))
+        front_ends.report(Failed(f"{type(error).__name__}: {error}"))
         front_ends.close()
         sys.exit(1)
+
+
+def log_flashinfer(level: int) -> None:
+    """Have FlashInfer log the calls of its API. It reads its settings when it is imported, and would by itself write to stdout."""
+    if level:
+        os.environ["FLASHINFER_LOGLEVEL"] = str(level)
+    os.environ.setdefault("FLASHINFER_LOGDEST", "stderr")
 
 
 def load_executor(start: EngineStart, progress: Callable[[str], None]) -> Executor:
@@ -61,8 +73,10 @@ def load_executor(start: EngineStart, progress: Callable[[str], None]) -> Execut
     executor: Executor
     if start.config.model.load_format == "echo":
         from inference_service.engine.echo import EchoExecutor
+        from inference_service.text.tokenizer import Tokenizer
 
-        executor = EchoExecutor(start.config, start.vocab_size, start.config.model.max_context or 2048)
+        vocab_size = Tokenizer.load(Path(start.model_dir)).vocab_size
+        executor = EchoExecutor(start.config, vocab_size, start.config.model.max_context or 2048)
     else:
         from inference_service.execution.executor import build_executor
 
@@ -90,7 +104,7 @@ def find_chunk(config: Config, executor: Executor, progress: Callable[[str], Non
         return config.batch, config.batch.prefill_tokens
     chunk, rush = choose_chunk(seconds), choose_chunk(seconds, RUSH)
     timed = ", ".join(f"{tokens}: {1e3 * taken:.1f} ms" for tokens, taken in seconds.items())
-    progress(f"at most {chunk} prefill tokens beside decodes, {rush} while so many wait, by the time of a step with so many ({timed})")
+    progress(f"at most {chunk} prefill tokens beside decodes, {rush} while twice as many wait, by the time of such steps ({timed})")
     return msgspec.structs.replace(config.batch, max_prefill_tokens=chunk), rush
 
 
@@ -109,6 +123,7 @@ def ready(config: Config, executor: Executor, prefill_tokens: int) -> Ready:
         pages=info.pages,
         kernels=info.kernels,
         prefill_tokens=prefill_tokens,
+        pid=os.getpid(),
     )
 
 

@@ -17,12 +17,16 @@ from itertools import count
 from inference_service.config import Batch
 from inference_service.engine.forks import SharedPrompt, SharedPrompts
 from inference_service.engine.grammars import Grammars
+from inference_service.engine.in_flight import InFlight
 from inference_service.engine.kv_pages import KvPages
 from inference_service.engine.requests import Request
 from inference_service.engine.rows import make_row
 from inference_service.engine.step import Row, StepPlan, StepResult
 from inference_service.engine.waiting import RequestHeap, rank
 from inference_service.messages import Finish, Load, Output, Submit, TokenLogprobs
+
+RUSH_STEPS = 2
+"""One would be full of a single long prompt, which comes no sooner to its first token by it, while all others wait longer."""
 
 
 @dataclass(slots=True)
@@ -31,6 +35,8 @@ class Scheduled:
 
     plan: StepPlan
     requests: list[Request]
+    planned_ns: int
+    """CLOCK_MONOTONIC."""
 
 
 class Scheduler:
@@ -38,8 +44,8 @@ class Scheduler:
     parents' prompts are not computed, and requests that wait for their grammars."""
 
     def __init__(self, batch: Batch, pages: KvPages, grammars: Grammars | None = None, rush_tokens: int = 0) -> None:
-        """`grammars`: None where no request has one. `rush_tokens`: prefill tokens beside decodes while at least so many are to be
-        computed; 0: never more than else."""
+        """`grammars`: None where no request has one. `rush_tokens`: prefill tokens beside decodes while many are to be computed; 0: never
+        more than else."""
         self.max_step_tokens = batch.step_tokens
         self.max_prefill_tokens = batch.prefill_tokens
         self.rush_tokens = rush_tokens or batch.prefill_tokens
@@ -47,7 +53,9 @@ class Scheduler:
         self.waiting = RequestHeap(lambda request: request.rank)
         self.running: list[Request] = []
         self.preemptions = 0
-        self._requests: dict[tuple[bytes, int], Request] = {}
+        self.output_tokens = 0
+        """Ids told to front ends so far."""
+        self._requests = InFlight()
         self._grammars = grammars
         self._guided: dict[int, Request] = {}
         """Requests with a grammar, by their guides' keys."""
@@ -66,17 +74,21 @@ class Scheduler:
     @property
     def load(self) -> Load:
         waiting = len(self._requests) - len(self.running)
-        return Load(len(self.running), waiting, self.pages.used, self.pages.cached, self.waiting.tokens)
+        return Load(len(self.running), waiting, self.pages.used, self.pages.cached, self.waiting.tokens, self.output_tokens)
 
     @property
     def wake(self) -> int | None:
         """A file descriptor that is readable when `follow_grammars` has something to do; None: no request has a grammar."""
         return self._grammars.fileno if self._grammars else None
 
-    def submit(self, submit: Submit, origin: bytes = b"") -> None:
-        """Queue a request; a fork once its parent's prompt is computed, and one with a grammar once that is compiled."""
+    def submit(self, submit: Submit, origin: bytes = b"") -> list[tuple[Request, Output]]:
+        """Queue a request; a fork once its parent's prompt is computed, and one with a grammar once that is compiled.
+
+        What to tell the front end at once: that another request of that name is in flight.
+        """
         request = Request(submit, origin, rank(submit, next(self._numbers)))
-        self._requests[origin, submit.key] = request
+        if not self._requests.add(request):
+            return [(request, self._output(request, [], Finish("duplicate")))]
         if submit.deadline_ns:
             self._deadlines.push(request)
         if submit.grammar and self._grammars:
@@ -85,9 +97,10 @@ class Scheduler:
             self._guided[request.guide.key] = request
         else:
             self._enqueue(request)
+        return []
 
     def _enqueue(self, request: Request) -> None:
-        request.parent = self._requests.get((request.origin, request.submit.fork_of))
+        request.parent = self._requests.get(request.origin, request.submit.fork_of)
         if request.parent is None:
             self.waiting.push(request)
             return
@@ -97,8 +110,20 @@ class Scheduler:
 
     def abort(self, key: int, origin: bytes = b"") -> None:
         """Drop a request and all it holds. One that is unknown has ended already."""
-        request = self._requests.get((origin, key))
+        request = self._requests.get(origin, key)
         if request:
+            self._drop(request)
+
+    def abort_by_id(self, request_id: str) -> list[tuple[Request, Output]]:
+        """Drop a client's request, and what to tell its front end."""
+        requests = self._requests.named(request_id)
+        for request in requests:
+            self._drop(request)
+        return [(request, self._output(request, [], Finish("abort"))) for request in requests]
+
+    def abort_all(self, origin: bytes) -> None:
+        """Drop all requests of a front end."""
+        for request in self._requests.of(origin):
             self._drop(request)
 
     def expire(self, now_ns: int) -> list[tuple[Request, Output]]:
@@ -153,12 +178,12 @@ class Scheduler:
             return None
         for request, _ in planned:
             request.scheduled_ns = request.scheduled_ns or now_ns
-        return Scheduled(StepPlan([row for _, row in planned], self._copies), [request for request, _ in planned])
+        return Scheduled(StepPlan([row for _, row in planned], self._copies), [request for request, _ in planned], now_ns)
 
     def _budget_beside_decodes(self, prefills: list[Request]) -> int:
-        """Prefill tokens that decodes are made to wait for: more where so many wait that a step at the best rate is full of them."""
+        """Prefill tokens that decodes are made to wait for: more where so many wait that RUSH_STEPS steps at the best rate are full."""
         backlog = self.waiting.tokens + sum(request.length - request.computed for request in prefills)
-        return self.rush_tokens if backlog >= self.rush_tokens else self.max_prefill_tokens
+        return self.rush_tokens if backlog >= RUSH_STEPS * self.rush_tokens else self.max_prefill_tokens
 
     def _growing_decodes(self) -> list[Request]:
         """The requests that decode in this step, each with a page for its next token; some may be preempted to make that so."""
@@ -324,6 +349,7 @@ class Scheduler:
         key, scheduled_ns, cached_tokens = request.submit.key, 0, 0
         if not request.reported and request.scheduled_ns:
             request.reported, scheduled_ns, cached_tokens = True, request.scheduled_ns, request.cached_tokens
+        self.output_tokens += len(ids)
         return Output(key, ids, logprobs, scheduled_ns, cached_tokens, finish, prompt_logprobs, request.preemptions)
 
     # --- leaving ---
@@ -331,7 +357,7 @@ class Scheduler:
     def _drop(self, request: Request) -> None:
         """Forget a request. Steps in flight may still write its pages; whoever gets them next is computed after those steps."""
         request.done = True
-        del self._requests[request.origin, request.submit.key]
+        self._requests.remove(request)
         if request.submit.deadline_ns:
             self._deadlines.discard(request)
         if request.guide and self._grammars:
@@ -360,7 +386,7 @@ class Scheduler:
 
     def check_invariants(self) -> None:
         """Assert what must hold between steps. For tests and debugging."""
-        requests = list(self._requests.values())
+        requests = list(self._requests)
         self.pages.check_invariants([*(request.pages for request in requests), *(shared.pages for shared in self._prompts)])
         forks = [fork for parent in requests for fork in parent.forks]
         parked = [request for request in requests if request.parked]

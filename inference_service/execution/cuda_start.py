@@ -36,6 +36,7 @@ def build_cuda_executor(config: Config, loaded: LoadedModel, progress: Report) -
     def graph_sizes(executor: CudaExecutor) -> list[Sizes]:
         return [] if obstacles else executor.graph_sizes(mixed)
 
+    progress("learning how much memory steps and graphs take")
     needs = _learn_needs(config, loaded, graph_sizes, stream)
     page_size, size = config.cache.page_size, page_bytes(config, loaded.shape, loaded.dtype)
     pages = needs.pages(config, size)

@@ -12,7 +12,7 @@ from torch import Tensor
 from inference_service.kernels.moe import ClampedSwiglu
 
 GEMV_TOKENS = 8
-"""Up to so many tokens the matrix-vector kernels are faster than CUTLASS (benchmarks/moe_small.py)."""
+"""Up to so many tokens the matrix-vector kernels are faster than CUTLASS (python -m baselines.kernels --operators moe)."""
 
 
 class CutlassMoe:

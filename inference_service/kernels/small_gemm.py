@@ -13,7 +13,7 @@ from torch import Tensor
 from inference_service.kernels.flashinfer_elementwise import CublasGemm
 
 GEMV_TOKENS = 1
-"""Up to so many tokens the own kernel is faster than cuBLAS (benchmarks/gemm_small.py)."""
+"""Up to so many tokens the own kernel is faster than cuBLAS (python -m baselines.kernels --operators gemm)."""
 NARROW_OUTPUTS, NARROW_TOKENS = 256, 8
 """The same for narrow weights, such as a router's: cuBLAS takes 5 us there, however little there is to do."""
 TINY_TOKENS = 8

@@ -38,6 +38,8 @@ class Choice:
         self.first_delta_ns = 0
         """When the first output was handed to gRPC: the server's TTFT."""
         self.last_delta_ns = 0
+        self.said: list[str] | None = None
+        """The answer's text so far; None: telemetry is not to have it."""
         self._prompt_logprobs: list[TokenLogprobs] = []
         self._assembler = assembler
         self._tokenizer = tokenizer
@@ -63,11 +65,12 @@ class Choice:
             return None
         if finish.reason == "deadline":
             return RpcError(grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED", "the call's deadline passed")
+        if finish.reason == "duplicate":
+            return RpcError(grpc.StatusCode.ALREADY_EXISTS, "REQUEST_IN_FLIGHT", "request_id: it is in flight", field="request_id")
         grammar = self.submit.grammar
         field = f"structured_output.{grammar.kind}" if grammar else "structured_output"
-        if finish.reason == "invalid":
-            return invalid(field, finish.error)
-        return RpcError(grpc.StatusCode.INTERNAL, "GRAMMAR_LOST", f"{field}: {finish.error}")
+        # Also where it turns out late, such as when no token can spell what must come next.
+        return invalid(field, finish.error)
 
     def accepted(self, request_id: str) -> pb.GenerateResponse:
         """The call's first message, which choice 0 gives."""
@@ -166,6 +169,8 @@ class Choice:
             delta.index = self.index
         delta.token_ids.extend(piece.token_ids)
         delta.text = piece.text
+        if self.said is not None:
+            self.said.append(piece.text)
         delta.token_times_unix_ns.extend([to_unix_ns(at) for at in piece.times_ns])
         if piece.logprobs:
             for token_id, at in zip(piece.token_ids, piece.logprobs, strict=True):

@@ -1,37 +1,33 @@
-"""The front end's side of the engine: its process, its socket, and a stream for each request in flight."""
+"""The front end's side of the engine: its socket, and a stream for each request in flight."""
 
 from __future__ import annotations
 
 import asyncio
-import os
-import shutil
-import subprocess
-import sys
-import tempfile
 import time
 from collections import deque
 from collections.abc import Callable
 from itertools import count
 
-import msgspec
-import zmq
+from msgspec.structs import replace
 
 from inference_service.messages import (
     Abort,
-    EngineStart,
+    AbortById,
+    Aborted,
     ExpertSample,
-    Failed,
     Finish,
     Hello,
     Load,
     Output,
-    Progress,
+    Profile,
     Ready,
     Step,
     Submit,
     ToEngine,
     ToFrontEnd,
 )
+from inference_service.rpc.control import EngineAt, EngineEvent, EngineLost
+from inference_service.rpc.engine_socket import EngineSocket
 from inference_service.rpc.errors import RpcError, unavailable
 
 EXPERT_SAMPLES = 64
@@ -81,75 +77,71 @@ class Stream:
 
 
 class EngineClient:
-    """Starts the engine, sends requests to it and hands its outputs out. All of it runs on one event loop.
+    """Sends requests to the engine, wherever it is now, and hands its outputs out. All of it runs on one event loop.
 
-    `ready` is set once the engine can serve, `error` once it is lost; `on_change` is called after either.
+    `on_change` is called when an engine got ready or was lost.
     """
 
-    def __init__(self, start: EngineStart, on_change: Callable[[], None], on_progress: Callable[[str], None]) -> None:
+    def __init__(self, name: str, on_change: Callable[[], None]) -> None:
+        """`name` is what the engine knows this front end by, never used before."""
         self.ready: Ready | None = None
-        self.error: str | None = None
+        """What the engine says of itself; None: there is none that can serve."""
+        self.loss: EngineLost | None = None
+        """How the last engine was lost, until another one is ready."""
+        self.losses = 0
+        """Engines lost so far."""
         self.load = Load(0, 0, 0, 0)
         self.experts: deque[ExpertSample] = deque(maxlen=EXPERT_SAMPLES)
         """The newest counts of experts."""
         self.compiles = self.fused_steps = 0
         """Kernels that the engine has compiled or loaded since it was ready."""
-        self._heard_ns = time.monotonic_ns()
+        self.pid = 0
+        """The engine's process; 0: there is none."""
         self.output_tokens = 0
-        """Ids received since the start."""
+        """Ids that engines have made since this front end began, for all front ends."""
+        self.on_step: list[Callable[[Step], None]] = []
+        """Called with each Step, before its outputs are handed on."""
+        self._name = name.encode()
         self._on_change = on_change
-        self._on_progress = on_progress
-        self._start = start
-        self._directory = ""
-        self._process: subprocess.Popen[bytes] | None = None
-        self._pidfd = -1
         self._streams: dict[int, Stream] = {}
+        self._aborts: dict[int, asyncio.Future[bool]] = {}
+        # Never begun anew, so that nothing an old engine has said can be taken for a new request's.
         self._keys = count(1)
-        self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(ToFrontEnd)
-        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
-        self._socket.set(zmq.SNDHWM, 0)
-        self._socket.set(zmq.RCVHWM, 0)
-        self._socket.set(zmq.LINGER, 0)
+        self._socket: EngineSocket | None = None
 
-    @property
-    def pid(self) -> int:
-        """The engine's process id."""
-        assert self._process is not None
-        return self._process.pid
+    def follow(self, event: EngineEvent) -> None:
+        """Connect to a new engine, or leave one that is lost: every stream ends UNAVAILABLE."""
+        self.close()
+        self.ready, self.load, self.pid = None, Load(0, 0, 0, 0), 0
+        if isinstance(event, EngineAt):
+            self.pid = event.pid
+            self._socket = EngineSocket(event.address, Hello(), self._dispatch, self._name)
+            return
+        self.loss = event
+        self.losses += 1
+        self.fail_all(self.lost_error())
+        for call in self._aborts:
+            self._answer(call, found=False)
+        self._on_change()
 
-    def start(self) -> None:
-        """Start the engine's process; `on_change` tells when it is ready."""
-        # The directory is private to the user, and so is the socket in it.
-        self._directory = tempfile.mkdtemp(prefix="inference-service-")
-        address = f"ipc://{self._directory}/engine"
-        start = msgspec.structs.replace(self._start, address=address, parent_pid=os.getpid())
-        self._socket.connect(address)
-        asyncio.get_running_loop().add_reader(self._socket.FD, self._receive)
-        self._send(Hello())
-        # Popen, not asyncio's: it starts without fork handlers, which gRPC's threads would not survive.
-        # In a session of its own, so that Ctrl-C in a terminal reaches the front end alone, which drains.
-        command = [sys.executable, "-m", "inference_service.engine.process"]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
-        assert self._process.stdin is not None
-        self._process.stdin.write(msgspec.json.encode(start))
-        self._process.stdin.close()
-        self._pidfd = os.pidfd_open(self._process.pid)
-        asyncio.get_running_loop().add_reader(self._pidfd, self._exited)
+    def lost_error(self) -> RpcError:
+        """What ends calls while the engine is lost."""
+        assert self.loss is not None
+        what = "is lost and being started again" if self.loss.retry_s else "is lost"
+        return unavailable("ENGINE_LOST", f"the engine {what}: {self.loss.reason}", retry_s=self.loss.retry_s)
 
     def next_key(self) -> int:
         """A key for a new request."""
         return next(self._keys)
 
-    def submit(self, submits: list[Submit]) -> Stream:
+    def submit(self, request_id: str, submits: list[Submit]) -> Stream:
         """Hand a call's choices to the engine. The caller must `release` each key in the end."""
         stream = Stream()
         for submit in submits:
             self._streams[submit.key] = stream
-            if self.error is None:
-                self._send(submit)
-        if self.error is not None:
-            stream.fail(self._lost())
+            self._send(replace(submit, request_id=request_id))
+        if self.ready is None:
+            stream.fail(self.lost_error())
         return stream
 
     def abort(self, keys: list[int]) -> None:
@@ -159,84 +151,64 @@ class EngineClient:
             if stream := self._streams.get(key):
                 stream.put(time.monotonic_ns(), Output(key, [], finish=Finish("abort")))
 
+    async def abort_by_id(self, request_id: str) -> bool:
+        """End a request of whichever front end, as `abort` does; False: it is not in flight."""
+        if self.ready is None:
+            return False
+        call = self.next_key()
+        answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._aborts[call] = answer
+        self._send(AbortById(request_id, call))
+        try:
+            return await answer
+        finally:
+            self._aborts.pop(call, None)
+
+    def profile(self, path: str, seconds: float) -> None:
+        """Have the engine record a profile; see execution/profiling.py."""
+        self._send(Profile(path, seconds))
+
     def release(self, keys: list[int], ended: bool) -> None:
         """Forget choices; those that have not `ended` by themselves are aborted."""
         known = [key for key in keys if self._streams.pop(key, None) is not None]
-        if known and not ended and self.error is None:
+        if known and not ended:
             self._send(Abort(known))
-
-    async def stop(self) -> None:
-        """End the engine's process. It holds nothing that must be saved."""
-        loop = asyncio.get_running_loop()
-        if self._pidfd >= 0:
-            loop.remove_reader(self._pidfd)
-            os.close(self._pidfd)
-        if self._process is not None:
-            self._process.kill()
-            await asyncio.to_thread(self._process.wait)
-        loop.remove_reader(self._socket.FD)
-        self._socket.close()
-        if self._directory:
-            shutil.rmtree(self._directory, ignore_errors=True)
-
-    def _send(self, message: ToEngine) -> None:
-        self._socket.send(self._encoder.encode(message))
-        # The descriptor is edge-triggered, and sending may have consumed the edge of something that has arrived.
-        if int(self._socket.EVENTS) & zmq.POLLIN:
-            asyncio.get_running_loop().call_soon(self._receive)
-
-    def silence_s(self) -> float:
-        """How long nothing has been heard of the engine, what waits in the socket included."""
-        self._receive()
-        return (time.monotonic_ns() - self._heard_ns) / 1e9
-
-    def _receive(self) -> None:
-        while not self._socket.closed:
-            try:
-                frame = self._socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            self._dispatch(self._decoder.decode(frame))
-
-    def _dispatch(self, message: ToFrontEnd) -> None:
-        self._heard_ns = time.monotonic_ns()
-        if isinstance(message, Step):
-            self.load, self.compiles, self.fused_steps = message.load, message.compiles, message.fused_steps
-            if message.experts:
-                self.experts.append(message.experts)
-            for output in message.outputs:
-                self.output_tokens += len(output.token_ids)
-                stream = self._streams.get(output.key)
-                if stream is not None:
-                    stream.put(message.time_ns, output)
-        elif isinstance(message, Progress):
-            self._on_progress(message.what)
-        elif isinstance(message, Ready):
-            self.ready = message
-            self._on_change()
-        elif isinstance(message, Failed):
-            self.lose(message.error)
-
-    def _exited(self) -> None:
-        """The process has ended: what it said last comes first, such as why."""
-        assert self._process is not None
-        asyncio.get_running_loop().remove_reader(self._pidfd)
-        self._receive()
-        self.lose(f"the engine's process ended with status {self._process.wait()}")
-
-    def lose(self, error: str) -> None:
-        """Declare the engine lost: every stream ends UNAVAILABLE."""
-        if self.error is not None:
-            return
-        self.error = error
-        self.load = Load(0, 0, 0, 0)
-        self.fail_all(self._lost())
-        self._on_change()
 
     def fail_all(self, error: RpcError) -> None:
         """End every stream with an error."""
         for stream in self._streams.values():
             stream.fail(error)
 
-    def _lost(self) -> RpcError:
-        return unavailable("ENGINE_LOST", f"the engine is lost: {self.error}")
+    def close(self) -> None:
+        """Leave the engine; nothing that it has sent is taken in any more."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    def _send(self, message: ToEngine) -> None:
+        # Where there is no engine, there is nothing to start or to end.
+        if self._socket is not None and self.ready is not None:
+            self._socket.send(message)
+
+    def _dispatch(self, message: ToFrontEnd) -> None:
+        if isinstance(message, Step):
+            self.output_tokens += max(0, message.load.output_tokens - self.load.output_tokens)
+            self.load, self.compiles, self.fused_steps = message.load, message.compiles, message.fused_steps
+            if message.experts:
+                self.experts.append(message.experts)
+            for follow in self.on_step:
+                follow(message)
+            for output in message.outputs:
+                stream = self._streams.get(output.key)
+                if stream is not None:
+                    stream.put(message.time_ns, output)
+        elif isinstance(message, Aborted):
+            self._answer(message.call, message.found)
+        elif isinstance(message, Ready):
+            self.ready, self.loss = message, None
+            self._on_change()
+
+    def _answer(self, call: int, found: bool) -> None:
+        answer = self._aborts.get(call)
+        if answer is not None and not answer.done():
+            answer.set_result(found)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from math import ceil
 from typing import Any, NoReturn
 
 import grpc
@@ -18,27 +20,37 @@ MAX_MESSAGE = 300
 class RpcError(Exception):
     """Ends a call with a status.
 
-    `reason` is a constant in UPPER_SNAKE_CASE that programs may compare, `field` the path of the field at fault, and `retry_s` when to try
-    again, where that can help.
+    `reason` is a constant in UPPER_SNAKE_CASE that programs may compare, `field` the path of the field at fault, `retry_s` when to try
+    again, where that can help, and `metadata` the figures behind it, for programs.
     """
 
-    def __init__(self, code: grpc.StatusCode, reason: str, message: str, *, field: str = "", retry_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        code: grpc.StatusCode,
+        reason: str,
+        message: str,
+        *,
+        field: str = "",
+        retry_s: float = 0.0,
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
         super().__init__(message)
         self.code = code
         self.reason = reason
         self.message = message if len(message) <= MAX_MESSAGE else f"{message[:MAX_MESSAGE]}..."
         self.field = field
         self.retry_s = retry_s
+        self.metadata = metadata or {}
 
     def trailing_metadata(self) -> tuple[tuple[str, str | bytes], ...]:
         """The details, and for old clients the pushback that gRPC's own retries obey."""
-        details: list[Message] = [error_details_pb2.ErrorInfo(reason=self.reason, domain=DOMAIN)]
+        details: list[Message] = [error_details_pb2.ErrorInfo(reason=self.reason, domain=DOMAIN, metadata=self.metadata)]
         if self.field:
             violation = error_details_pb2.BadRequest.FieldViolation(field=self.field, description=self.message, reason=self.reason)
             details.append(error_details_pb2.BadRequest(field_violations=[violation]))
         trailers: list[tuple[str, str | bytes]] = []
         if self.retry_s:
-            milliseconds = round(self.retry_s * 1000)
+            milliseconds = ceil(self.retry_s * 1000)
             delay = Duration()
             delay.FromMilliseconds(milliseconds)
             details.append(error_details_pb2.RetryInfo(retry_delay=delay))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterable
 
@@ -9,6 +10,7 @@ import grpc
 
 from inference.v1 import generate_pb2 as pb
 from inference_service.messages import Output
+from inference_service.rpc.caller import of_caller
 from inference_service.rpc.choice import Choice
 from inference_service.rpc.engine_client import EngineClient
 
@@ -33,12 +35,16 @@ class Generation:
 
     async def run(self, context: grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]) -> None:
         """Stream the answers. Raises RpcError when the engine is lost or the deadline passes."""
-        stream = self._engine.submit([choice.submit for choice in self.choices])
+        stream = self._engine.submit(of_caller(self.request_id), [choice.submit for choice in self.choices])
         try:
             while self._by_key:
                 for response in self._responses(await stream.take()):
                     self.writing_since = time.monotonic_ns()
-                    await context.write(response)
+                    try:
+                        await context.write(response)
+                    except grpc.aio.InternalError:
+                        # The connection is gone, and gRPC has yet to cancel the call.
+                        raise asyncio.CancelledError from None
                     self.writing_since = 0
                 for choice in self.choices:
                     if error := choice.error:

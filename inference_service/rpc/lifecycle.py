@@ -1,13 +1,14 @@
-"""What the server is up to: starting, serving, draining, or without its engine; and what health says of it.
+"""What the front end is up to: starting, serving, draining, or without its engine; and what health says of it.
 
-The health service's "" is liveness: a restart would help when it is NOT_SERVING. The API's name is readiness: SERVING once the engine has
-made a first token, and until a drain begins.
+The health service's "" is liveness: a restart of the whole server would help when it is NOT_SERVING. The API's name is readiness: SERVING
+once the engine has made a first token, and until a drain begins; not while a lost engine is being started again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from contextlib import suppress
 
 from grpc_health.v1 import health, health_pb2
@@ -27,39 +28,44 @@ log = logging.getLogger(__name__)
 class Lifecycle:
     """Decides whether requests are admitted. `drained` is set when the server may stop."""
 
-    def __init__(self, config: Server, engine: EngineClient) -> None:
+    def __init__(self, config: Server, engine: EngineClient, on_drain: Callable[[], None] = lambda: None) -> None:
+        """`on_drain` is called when a drain begins."""
         self.health = health.aio.HealthServicer()
         self.draining = False
         self.drained = asyncio.Event()
         self.in_flight = 0
         """Generate calls being served."""
-        self.changed = asyncio.Event()
-        """Set whenever the engine got ready or was lost."""
+        self.settled = asyncio.Event()
+        """Set once the first engine is ready, or a drain has begun."""
         self._config = config
         self._engine = engine
         self._refusing = False
         self._idle = asyncio.Event()
+        self._on_drain = on_drain
         self._drain: asyncio.Task[None] | None = None
+        self._publish: asyncio.Task[None] | None = None
+        self._publishing = asyncio.Lock()
 
     async def publish(self) -> None:
         """Bring the health service up to date."""
-        alive = self._engine.error is None
-        await self._set(LIVENESS, alive)
-        await self._set(API, alive and self._engine.ready is not None and not self.draining)
+        async with self._publishing:
+            await self._set(LIVENESS, self._engine.loss is None or self._engine.loss.retry_s > 0)
+            await self._set(API, self._engine.ready is not None and not self.draining)
 
     def engine_changed(self) -> None:
         """To be called when the engine got ready or was lost."""
-        self.changed.set()
-        asyncio.get_running_loop().create_task(self.publish())
+        if self._engine.ready is not None:
+            self.settled.set()
+        self._publish = asyncio.get_running_loop().create_task(self.publish())
 
     def refusal(self) -> RpcError | None:
         """Why a new request cannot be admitted now, or None."""
-        if self._engine.error is not None:
-            return unavailable("ENGINE_LOST", f"the engine is lost: {self._engine.error}")
-        if self._engine.ready is None:
-            return unavailable("STARTING", "the model is being loaded", retry_s=5.0)
         if self._refusing:
             return unavailable("DRAINING", "the server is draining; try another one")
+        if self._engine.loss is not None:
+            return self._engine.lost_error()
+        if self._engine.ready is None:
+            return unavailable("STARTING", "the model is being loaded", retry_s=5.0)
         return None
 
     def entered(self) -> None:
@@ -74,15 +80,23 @@ class Lifecycle:
         """Begin to drain; a second call changes nothing."""
         if not self.draining:
             self.draining = True
+            self.settled.set()
+            self._on_drain()
             self._drain = asyncio.get_running_loop().create_task(self._run_drain())
 
     def drain_or_stop(self) -> None:
         """What a signal asks for: a drain; a second one, while it lasts, to stop at once."""
         if self.draining:
-            log.warning("stopping: %d requests are cut off", self.in_flight)
-            self._cut_off()
-            self.drained.set()
+            self.stop()
+        else:
+            self.drain()
+
+    def stop(self) -> None:
+        """Cut off what is in flight."""
         self.drain()
+        log.warning("stopping: %d requests are cut off", self.in_flight)
+        self._cut_off()
+        self.drained.set()
 
     async def _run_drain(self) -> None:
         """NOT_SERVING, time for balancers to notice, refuse, let running requests finish."""

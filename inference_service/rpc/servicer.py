@@ -8,6 +8,8 @@ import time
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from math import inf
 from statistics import fmean
 from typing import Any, ParamSpec, TypeVar
 
@@ -18,16 +20,20 @@ from inference.v1 import generate_pb2, inference_pb2_grpc, info_pb2
 from inference_service import __version__
 from inference_service.config import Config
 from inference_service.messages import ExpertSample, Ready, Submit
+from inference_service.rpc.admission import Admission, Ticket
+from inference_service.rpc.caller import of_caller
 from inference_service.rpc.choice import Choice
+from inference_service.rpc.client_limits import Client, Clients
 from inference_service.rpc.engine_client import EngineClient
 from inference_service.rpc.errors import RpcError, invalid
 from inference_service.rpc.forks import fork
 from inference_service.rpc.generation import Generation
 from inference_service.rpc.lifecycle import Lifecycle
 from inference_service.rpc.load_meter import LoadMeter
+from inference_service.rpc.recorder import Recorder
 from inference_service.rpc.validation import RequestReader, count_choices
 from inference_service.telemetry.clock import to_unix_ns
-from inference_service.telemetry.tracing import RequestTrace, Tracing
+from inference_service.telemetry.tracing import Metadata
 from inference_service.text.assembler import Assembler
 from inference_service.text.tokenizer import Tokenizer
 
@@ -39,28 +45,32 @@ T = TypeVar("T")
 LARGE_BYTES = 8192
 FOREVER_S = 10 * 365 * 86400.0
 """A deadline beyond this is none: its nanoseconds would not fit in 64 bits."""
-RETRY_S = 1.0
-"""What a client that met a full queue is told to wait: the order of time in which a request ends and another may come."""
+ROUNDED_BY, EARLY_NS = 100, 20_000_000
+"""A call that is cancelled so shortly before its deadline, by share and in nanoseconds, has ended by it: timeouts travel rounded up."""
+REFUSED_BEFORE = "grpc-previous-rpc-attempts"
+"""The metadata key by which gRPC says that it tries again."""
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     """Serves one model."""
 
     def __init__(
-        self, config: Config, model: str, tokenizer: Tokenizer, engine: EngineClient, lifecycle: Lifecycle, tracing: Tracing
+        self, config: Config, model: str, tokenizer: Tokenizer, engine: EngineClient, lifecycle: Lifecycle, recorder: Recorder
     ) -> None:
         self._config = config
         self._model = model
         self._tokenizer = tokenizer
         self._engine = engine
         self._lifecycle = lifecycle
-        self._tracing = tracing
-        self._reader: RequestReader | None = None
+        self._recorder = recorder
+        self._reader: tuple[Ready, RequestReader] | None = None
+        """With the engine that it is for: one started anew may have found room for more pages, or fewer."""
         self._meter = LoadMeter()
         self._started_ns = time.monotonic_ns()
         self._generations: dict[str, tuple[Generation, asyncio.Task[None] | None]] = {}
-        self._admitted = 0
-        """Choices of all requests in flight, or being tokenized for it."""
+        self._clients = Clients(config.limits)
+        self._admission = Admission(config)
+        engine.on_step.append(self._admission.follow)
         self._stuck: set[str] = set()
 
     # --- Generate ---
@@ -70,24 +80,26 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         arrival_ns = time.monotonic_ns()
         remaining_s = context.time_remaining()
         deadline_ns = arrival_ns + int(remaining_s * 1e9) if remaining_s is not None and remaining_s < FOREVER_S else 0
-        trace = self._tracing.request(context.invocation_metadata(), arrival_ns)
+        metadata = context.invocation_metadata() or ()
         request_id = request.request_id or uuid.uuid4().hex
+        trace = self._recorder.begin(metadata, request_id, arrival_ns)
         generation: Generation | None = None
         error: RpcError | None = None
         code = message = ""
         self._lifecycle.entered()
         try:
-            generation = await self._admit(request, request_id, arrival_ns, deadline_ns)
-            await generation.run(context)
+            with self._clients.call(metadata) as client, self._enter(request, client, deadline_ns, metadata) as ticket:
+                generation = await self._admit(request, request_id, ticket, arrival_ns, deadline_ns)
+                await generation.run(context)
             code = "OK"
         except RpcError as raised:
             error, code, message = raised, raised.code.name, raised.message
         except asyncio.CancelledError:
-            error = self._cut_off(request_id)
+            error = self._cut_off(of_caller(request_id))
             code, message = (error.code.name, error.message) if error else ("CANCELLED", "the client cancelled")
             if error is None:
-                # gRPC ends a call at its deadline by the same means.
-                if deadline_ns and time.monotonic_ns() >= deadline_ns:
+                # gRPC ends a call at its deadline by the same means; the client's, which it tells rounded up, comes a little before.
+                if deadline_ns and time.monotonic_ns() >= deadline_ns - (deadline_ns - arrival_ns) // ROUNDED_BY - EARLY_NS:
                     code, message = "DEADLINE_EXCEEDED", "the call's deadline passed"
                 raise
         except Exception as raised:
@@ -96,38 +108,43 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             code, message = error.code.name, error.message
         finally:
             if generation is not None:
-                del self._generations[request_id]
-                self._admitted -= len(generation.choices)
+                del self._generations[of_caller(request_id)]
             self._lifecycle.left()
-            self._trace(trace, code, message, request_id, generation)
+            self._recorder.end(trace, request, request_id, code, message=message, error=error, generation=generation)
         if error is not None:
             await error.abort(context)
 
-    async def _admit(self, request: generate_pb2.GenerateRequest, request_id: str, arrival_ns: int, deadline_ns: int) -> Generation:
-        """A registered generation, or an RpcError that says why there is none."""
+    def _enter(
+        self, request: generate_pb2.GenerateRequest, client: Client | None, deadline_ns: int, metadata: Metadata
+    ) -> AbstractContextManager[Ticket]:
+        """A place for a request, or an RpcError that says why there is none."""
         if refusal := self._lifecycle.refusal():
             raise refusal
-        limit = self._config.batch.max_requests + self._config.server.max_queue
-        count = count_choices(request, limit)
-        if self._admitted + count > limit:
+        ticket = Ticket(
+            count_choices(request, self._admission.max_in_flight),
+            request.priority,
+            client,
+            deadline_ns / 1e9 if deadline_ns else inf,
+            request.stopping.min_tokens,
+            request.stopping.max_tokens or inf,
+            again=any(key == REFUSED_BEFORE for key, _ in metadata),
+        )
+        return self._admission.request(ticket)
+
+    async def _admit(
+        self, request: generate_pb2.GenerateRequest, request_id: str, ticket: Ticket, arrival_ns: int, deadline_ns: int
+    ) -> Generation:
+        """A registered generation, or an RpcError that says why there is none."""
+        submit = await _unblocked(request, self._request_reader().read, request, self._engine.next_key(), arrival_ns, deadline_ns)
+        if of_caller(request_id) in self._generations:
             raise RpcError(
-                grpc.StatusCode.RESOURCE_EXHAUSTED,
-                "QUEUE_FULL",
-                f"{self._admitted} answers are in flight, of at most {limit}: {count} more is too many",
-                retry_s=RETRY_S,
+                grpc.StatusCode.ALREADY_EXISTS, "REQUEST_IN_FLIGHT", f"request_id: {request_id!r} is in flight", field="request_id"
             )
-        self._admitted += count
-        try:
-            submit = await _unblocked(request, self._request_reader().read, request, self._engine.next_key(), arrival_ns, deadline_ns)
-            if request_id in self._generations:
-                raise RpcError(
-                    grpc.StatusCode.ALREADY_EXISTS, "REQUEST_IN_FLIGHT", f"request_id: {request_id!r} is in flight", field="request_id"
-                )
-            generation = Generation(request_id, self._choices(request, submit, count), self._engine)
-        except BaseException:
-            self._admitted -= count
-            raise
-        self._generations[request_id] = (generation, asyncio.current_task())
+        choices = self._choices(request, submit, ticket.choices)
+        self._admission.commit(ticket, [choice.submit for choice in choices], self._ready())
+        generation = Generation(request_id, choices, self._engine)
+        self._generations[of_caller(request_id)] = (generation, asyncio.current_task())
+        self._recorder.admitted(generation)
         return generation
 
     def _choices(self, request: generate_pb2.GenerateRequest, submit: Submit, count: int) -> list[Choice]:
@@ -139,39 +156,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             choices.append(Choice(index, each, assembler, self._tokenizer))
         return choices
 
-    def _trace(self, trace: RequestTrace, code: str, message: str, request_id: str, generation: Generation | None) -> None:
-        end_ns = time.monotonic_ns()
-        if generation is None:
-            trace.end(code, end_ns=end_ns, message=message, request_id=request_id, model=self._model)
-            return
-        choices, submit = generation.choices, generation.choices[0].submit
-        finishes = [choice.finish for choice in choices if choice.finish is not None]
-        tokens = [choice.completion_tokens for choice in choices]
-        trace.end(
-            code,
-            end_ns=end_ns,
-            message=message,
-            admitted=True,
-            scheduled_ns=choices[0].scheduled_ns,
-            first_token_ns=min((choice.first_delta_ns for choice in choices if choice.first_delta_ns), default=0),
-            last_token_ns=max(choice.last_delta_ns for choice in choices),
-            request_id=request_id,
-            model=self._model,
-            sampling=submit.sampling,
-            max_tokens=submit.max_tokens,
-            prompt_tokens=len(submit.token_ids),
-            cached_tokens=generation.cached_tokens,
-            completion_tokens=sum(tokens),
-            longest_answer=max(tokens),
-            choices=len(choices),
-            finish_reasons=[finish.reason for finish in finishes],
-            preemptions=sum(choice.preemptions for choice in choices),
-        )
-
     def _request_reader(self) -> RequestReader:
-        if self._reader is None:
-            self._reader = RequestReader(self._model, self._tokenizer, self._ready())
-        return self._reader
+        ready = self._ready()
+        if self._reader is None or self._reader[0] is not ready:
+            self._reader = ready, RequestReader(self._model, self._tokenizer, ready, self._config.limits.max_prompt_tokens)
+        return self._reader[1]
 
     def _ready(self) -> Ready:
         ready = self._engine.ready
@@ -199,17 +188,21 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         )
 
     def measure_load(self) -> None:
-        """Note how many tokens there were. To be called now and then."""
+        """Note how many tokens there were, and how many requests have ended. To be called now and then."""
         self._meter.note(time.monotonic(), self._engine.output_tokens)
+        self._admission.measure()
 
     # --- the other methods ---
 
     async def Abort(self, request: generate_pb2.AbortRequest, context: Context) -> generate_pb2.AbortResponse:
         """See inference.proto."""
-        generation, _ = self._generations.get(request.request_id, (None, None))
+        generation, _ = self._generations.get(of_caller(request.request_id), (None, None))
         if generation is not None:
             generation.abort()
-        return generate_pb2.AbortResponse(found=generation is not None)
+        found = generation is not None
+        if not found and self._config.server.workers > 1:
+            found = await self._engine.abort_by_id(of_caller(request.request_id))
+        return generate_pb2.AbortResponse(found=found)
 
     async def Tokenize(self, request: generate_pb2.TokenizeRequest, context: Context) -> generate_pb2.TokenizeResponse:
         """See inference.proto."""
@@ -222,13 +215,16 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Detokenize(self, request: generate_pb2.DetokenizeRequest, context: Context) -> generate_pb2.DetokenizeResponse:
         """See inference.proto."""
         try:
-            vocab_size = self._ready().vocab_size
-            if any(token_id >= vocab_size for token_id in request.token_ids):
-                raise invalid("token_ids", f"an id is outside the vocabulary of {vocab_size}")
+            text = await _unblocked(request, self._decode, request)
         except RpcError as error:
             await error.abort(context)
-        text = self._tokenizer.decode(list(request.token_ids), skip_special_tokens=_or_true(request, "skip_special_tokens"))
         return generate_pb2.DetokenizeResponse(text=text)
+
+    def _decode(self, request: generate_pb2.DetokenizeRequest) -> str:
+        vocab_size, ids = self._ready().vocab_size, list(request.token_ids)
+        if ids and max(ids) >= vocab_size:
+            raise invalid("token_ids", f"id {max(ids)} is outside the vocabulary of {vocab_size}")
+        return self._tokenizer.decode(ids, skip_special_tokens=_or_true(request, "skip_special_tokens"))
 
     async def GetModelInfo(self, request: info_pb2.GetModelInfoRequest, context: Context) -> info_pb2.GetModelInfoResponse:
         """See inference.proto."""
@@ -282,7 +278,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
     async def GetLoad(self, request: info_pb2.GetLoadRequest, context: Context) -> info_pb2.GetLoadResponse:
         """See inference.proto."""
-        load, ready = self._engine.load, self._engine.ready
+        load, ready, admission = self._engine.load, self._engine.ready, self._admission
+        first_token_s = admission.first_token_s() if ready else None
         return info_pb2.GetLoadResponse(
             running=load.running,
             waiting=load.waiting,
@@ -292,6 +289,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             output_tokens_per_s=self._meter.rate(),
             draining=self._lifecycle.draining,
             experts=_expert_loads(self._engine.experts),
+            waiting_prompt_tokens=load.waiting_tokens,
+            in_flight=admission.in_flight,
+            max_in_flight=admission.max_in_flight,
+            max_requests=self._config.batch.max_requests,
+            pages_committed=admission.pages,
+            requests_per_s=admission.ended_per_s,
+            estimated_ttft_ms=None if first_token_s is None else first_token_s * 1000,
         )
 
     async def Drain(self, request: info_pb2.DrainRequest, context: Context) -> info_pb2.DrainResponse:

@@ -10,6 +10,7 @@ from google.protobuf.json_format import MessageToDict
 
 from inference.v1 import generate_pb2
 from inference_service.messages import Ready, Submit
+from inference_service.rpc.caller import of_caller
 from inference_service.rpc.errors import RpcError, invalid
 from inference_service.rpc.sampling_params import SamplingReader
 from inference_service.rpc.structured_output import read_grammar
@@ -23,6 +24,8 @@ MAX_LOGPROBS = 20
 MAX_REQUEST_ID = 128
 MAX_CHOICES = 16
 MAX_CACHE_SALT = 128
+MAX_CHAT_MESSAGES = 4096
+MAX_TEMPLATE_KWARGS_BYTES = 64 << 10
 
 
 def count_choices(request: generate_pb2.GenerateRequest, limit: int) -> int:
@@ -36,8 +39,10 @@ def count_choices(request: generate_pb2.GenerateRequest, limit: int) -> int:
 class RequestReader:
     """Reads requests for one model. Every fault is an RpcError that names the field."""
 
-    def __init__(self, model: str, tokenizer: Tokenizer, ready: Ready) -> None:
+    def __init__(self, model: str, tokenizer: Tokenizer, ready: Ready, max_prompt_tokens: int = 0) -> None:
+        """`max_prompt_tokens` is the configuration's; 0: as many as context and cache hold."""
         self._model = model
+        self._max_prompt_tokens = max_prompt_tokens
         self._tokenizer = tokenizer
         self._sampling = SamplingReader(tokenizer, ready.vocab_size)
         self._vocab_size = ready.vocab_size
@@ -49,8 +54,6 @@ class RequestReader:
     def read(self, request: generate_pb2.GenerateRequest, key: int, arrival_ns: int, deadline_ns: int) -> Submit:
         """The request as the engine takes it."""
         self._check_names(request)
-        if len(request.cache_salt) > MAX_CACHE_SALT:
-            raise invalid("cache_salt", f"at most {MAX_CACHE_SALT} characters, not {len(request.cache_salt)}")
         grammar = None
         if request.HasField("structured_output"):
             grammar = read_grammar(request.structured_output, self._eos_ids, request.stopping.ignore_eos)
@@ -60,6 +63,8 @@ class RequestReader:
         self._check_bans(sampling.bad_words, stop_ids if min_tokens else [])
         logprobs, prompt_logprobs = (self._logprobs(request.output, field) for field in ("logprobs", "prompt_logprobs"))
         token_ids = self.prompt_ids(request)
+        if 0 < self._max_prompt_tokens < len(token_ids):
+            raise invalid(request.WhichOneof("prompt") or "prompt", f"{len(token_ids)} tokens, of at most {self._max_prompt_tokens}")
         max_tokens = self._max_tokens(request, len(token_ids))
         if min_tokens > max_tokens:
             raise invalid("stopping.min_tokens", f"{min_tokens} is more than the {max_tokens} tokens that the answer may have")
@@ -75,7 +80,7 @@ class RequestReader:
             deadline_ns,
             prompt_logprobs,
             priority=request.priority,
-            cache_salt=request.cache_salt,
+            cache_salt=_cache_salt(request.cache_salt),
             grammar=grammar,
         )
 
@@ -104,6 +109,8 @@ class RequestReader:
             raise invalid("chat", "the model has no chat template; send text or token_ids")
         if not chat.messages:
             raise invalid("chat.messages", "at least one is required")
+        if len(chat.messages) > MAX_CHAT_MESSAGES:
+            raise invalid("chat.messages", f"at most {MAX_CHAT_MESSAGES} messages, not {len(chat.messages)}")
         for place, message in enumerate(chat.messages):
             if not message.role:
                 raise invalid(f"chat.messages[{place}].role", "is required")
@@ -119,6 +126,8 @@ class RequestReader:
             raise invalid("chat", str(error)) from None
 
     def _template_kwargs(self, chat: generate_pb2.ChatPrompt) -> dict[str, Any]:
+        if chat.template_kwargs.ByteSize() > MAX_TEMPLATE_KWARGS_BYTES:
+            raise invalid("chat.template_kwargs", f"at most {MAX_TEMPLATE_KWARGS_BYTES} bytes")
         try:
             kwargs: dict[str, Any] = MessageToDict(chat.template_kwargs)
         except ValueError as error:  # NaN and infinities, which JSON has not
@@ -190,3 +199,10 @@ class RequestReader:
                 f"a prompt of {prompt_tokens} tokens and an answer of {asked or 1} exceed the KV cache of {self._cache_tokens} tokens",
             )
         return asked or min(context_room, cache_room)
+
+
+def _cache_salt(given: str) -> str:
+    """With the caller's name in it: clients of different tokens share no cached prefix, not even by guessing each other's salt."""
+    if len(given) > MAX_CACHE_SALT:
+        raise invalid("cache_salt", f"at most {MAX_CACHE_SALT} characters, not {len(given)}")
+    return of_caller(given)

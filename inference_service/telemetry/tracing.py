@@ -25,7 +25,6 @@ follows is ignored. Without `telemetry.traces` every method returns at once.
 
 from __future__ import annotations
 
-import os
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -34,21 +33,20 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.sdk.trace.id_generator import IdGenerator
-from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, set_span_in_context
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, get_current_span, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from inference_service.config import Telemetry
 from inference_service.messages import Sampling
-from inference_service.telemetry import names
+from inference_service.telemetry import names, otlp
 from inference_service.telemetry.attributes import call_attributes, latency_attributes, sampling_attributes, usage_attributes
 from inference_service.telemetry.clock import to_unix_ns
+from inference_service.telemetry.delivery import Delivery
 from inference_service.telemetry.exporter import JsonLinesExporter
 
 Metadata = Iterable[tuple[str, str | bytes]]
 
 _PROPAGATOR = TraceContextTextMapPropagator()
-_EXPORT_TIMEOUT_S = 3
-"""Short, since a receiver that is away must not hold up the end of the process."""
 
 
 class Tracing:
@@ -58,34 +56,45 @@ class Tracing:
     """
 
     def __init__(self, config: Telemetry, service: str, exporter: SpanExporter | None = None) -> None:
+        self.open_traces = 0
+        """Requests whose spans are still to be written."""
+        self.ids = _Ids()
+        self.tracer: Tracer | None = None
+        """None: nothing is traced."""
         self._provider: TracerProvider | None = None
-        self._tracer: Tracer | None = None
+        self._delivery: Delivery | None = None
         if not config.traces:
             return
         self._provider = TracerProvider(
-            resource=Resource.create({names.SERVICE_NAME: service}), id_generator=_Ids(), shutdown_on_exit=False
+            resource=Resource.create({names.SERVICE_NAME: service}), id_generator=self.ids, shutdown_on_exit=False
         )
-        processor = BatchSpanProcessor(exporter or _exporter(config), max_queue_size=16384, schedule_delay_millis=1000)
-        self._provider.add_span_processor(processor)
-        self._tracer = self._provider.get_tracer("inference_service")
+        self._delivery = Delivery(exporter or _exporter(config))
+        # The queue is bounded: while a receiver is away, the oldest spans give way to new ones.
+        self._provider.add_span_processor(BatchSpanProcessor(self._delivery, max_queue_size=16384, schedule_delay_millis=1000))
+        self.tracer = self._provider.get_tracer("inference_service")
 
     @property
     def enabled(self) -> bool:
-        return self._tracer is not None
+        return self.tracer is not None
+
+    @property
+    def lost_spans(self) -> int:
+        """Spans that the file or the receiver did not take."""
+        return self._delivery.lost if self._delivery else 0
 
     def request(self, metadata: Metadata | None, arrival_ns: int) -> RequestTrace:
         """Begin a server's trace. `metadata` is the call's; without a valid `traceparent` in it the trace is a new one."""
-        if self._tracer is None:
-            return RequestTrace(None, None, arrival_ns)
+        if self.tracer is None:
+            return RequestTrace(None, Context(), arrival_ns)
         carrier = {key: value for key, value in metadata or () if key in ("traceparent", "tracestate") and isinstance(value, str)}
         parent = _PROPAGATOR.extract(carrier, Context()) if carrier else Context()
-        return RequestTrace(self._tracer, parent, arrival_ns)
+        return RequestTrace(self, parent, arrival_ns)
 
     def client_span(self, start_ns: int, name: str = names.GENERATE_SPAN) -> ClientSpan:
         """Begin a client's span, and a new trace with it."""
-        if self._tracer is None:
+        if self.tracer is None:
             return ClientSpan(None, start_ns, name)
-        span = self._tracer.start_span(name, Context(), SpanKind.CLIENT, start_time=to_unix_ns(start_ns))
+        span = self.tracer.start_span(name, Context(), SpanKind.CLIENT, start_time=to_unix_ns(start_ns))
         return ClientSpan(span, start_ns, name)
 
     def flush(self) -> None:
@@ -95,19 +104,29 @@ class Tracing:
 
     def shutdown(self) -> None:
         """Export what is left, within a few seconds, and stop."""
-        if self._provider is not None:
+        if self._provider is not None and self._delivery is not None:
+            self._delivery.closing()
             self._provider.shutdown()
 
 
 class RequestTrace:
     """A request's trace at the server, from arrival to end."""
 
-    __slots__ = ("_arrival_ns", "_parent", "_tracer")
+    __slots__ = ("_parent", "_tracing", "arrival_ns", "span_id", "trace_id")
 
-    def __init__(self, tracer: Tracer | None, parent: Context | None, arrival_ns: int) -> None:
-        self._tracer = tracer
+    trace_id: int
+    """Chosen at arrival, so that logs can have it; 0 when not traced."""
+    span_id: int
+
+    def __init__(self, tracing: Tracing | None, parent: Context, arrival_ns: int) -> None:
+        self._tracing = tracing
         self._parent = parent
-        self._arrival_ns = arrival_ns
+        self.arrival_ns = arrival_ns
+        self.trace_id = self.span_id = 0
+        if tracing is not None:
+            tracing.open_traces += 1
+            self.trace_id = get_current_span(parent).get_span_context().trace_id or tracing.ids.generate_trace_id()
+            self.span_id = tracing.ids.generate_span_id()
 
     def end(
         self,
@@ -130,6 +149,7 @@ class RequestTrace:
         choices: int = 1,
         finish_reasons: Sequence[str] = (),
         preemptions: int = 0,
+        content: Mapping[str, str] | None = None,
     ) -> None:
         """Write the server span and its children, as far as the request got.
 
@@ -138,12 +158,14 @@ class RequestTrace:
         nanosecond. A child that the request did not get through ends with it.
 
         Of several choices, `completion_tokens` is the sum; the first token is the first of any, and `longest_answer` says how many tokens
-        came one after the other.
+        came one after the other. `content` is what was said (content.py), where that may be recorded.
         """
-        tracer, self._tracer = self._tracer, None
-        if tracer is None:
+        tracing, self._tracing = self._tracing, None
+        if tracing is None or tracing.tracer is None:
             return
-        arrival_ns = self._arrival_ns
+        tracing.open_traces -= 1
+        tracer = tracing.tracer
+        arrival_ns = self.arrival_ns
         if first_token_ns:
             scheduled_ns = scheduled_ns or arrival_ns
             last_token_ns = max(last_token_ns, first_token_ns)
@@ -154,6 +176,7 @@ class RequestTrace:
             **latency_attributes(arrival_ns, first_token_ns, last_token_ns, end_ns, longest_answer or completion_tokens),
             names.CACHED_TOKENS: cached_tokens,
             names.PREEMPTIONS: preemptions,
+            **(content or {}),
         }
         if choices != 1:
             attributes[names.REQUEST_CHOICES] = choices
@@ -165,6 +188,7 @@ class RequestTrace:
             attributes[names.TIME_IN_PREFILL] = (first_token_ns - scheduled_ns) / 1e9
             attributes[names.TIME_IN_DECODE] = (last_token_ns - first_token_ns) / 1e9
 
+        tracing.ids.next = (self.trace_id, self.span_id)
         span = tracer.start_span(names.GENERATE_SPAN, self._parent, SpanKind.SERVER, attributes, start_time=to_unix_ns(arrival_ns))
         if first_token_ns:
             span.add_event(names.FIRST_TOKEN_EVENT, timestamp=to_unix_ns(first_token_ns))
@@ -239,22 +263,21 @@ class ClientSpan:
 class _Ids(IdGenerator):
     """Ids from the operating system: a load test that seeds `random` must not repeat the ids of the one before it."""
 
+    next: tuple[int, int] | None = None
+    """The (trace, span) ids of the next span, where they were chosen before."""
+
     def generate_span_id(self) -> int:
-        return secrets.randbits(64) or 1
+        # The SDK asks for the span's id last.
+        chosen, self.next = self.next, None
+        return chosen[1] if chosen else secrets.randbits(64) or 1
 
     def generate_trace_id(self) -> int:
-        return secrets.randbits(128) or 1
+        return self.next[0] if self.next else secrets.randbits(128) or 1
 
 
 def _exporter(config: Telemetry) -> SpanExporter:
-    from_environment = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT") or os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")
-    endpoint = config.otlp_endpoint or from_environment
-    if not endpoint:
-        return JsonLinesExporter(config.trace_file)
-    # Only now: the import costs a quarter of a second.
-    from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
-
-    return OTLPSpanExporter(endpoint, insecure=not endpoint.startswith("https://"), timeout=_EXPORT_TIMEOUT_S)
+    endpoint = otlp.endpoint(config, "TRACES")
+    return otlp.span_exporter(endpoint) if endpoint else JsonLinesExporter(config.trace_file)
 
 
 def _end(span: Span, code: str, message: str, end_ns: int) -> None:

@@ -15,25 +15,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from baselines.endpoints import Server
-from inference_service.config import Endpoint
+from inference_service.config import load_config
 from inference_service.fetch import resolve_model
 
 ROOT = Path(__file__).resolve().parents[2]
 PEERS = Path(os.environ.get("PEERS", ROOT / ".peers")).resolve()
 VLLM, LLAMA = PEERS / "vllm" / "bin" / "python", PEERS / "llama_cpp" / "llama-server"
-OURS = "{python} -m inference_service.cli serve --set model.max_context=1024 --set server.port=PORT --set telemetry.traces=false"
-SERVERS = {
-    "grpc": (Path(sys.executable), OURS, {}),
-    "vllm+http": (
-        VLLM,
-        f"{VLLM} -m vllm.entrypoints.cli.main serve {{model}} --max-model-len 1024 --enforce-eager --host 127.0.0.1 --port PORT",
-        {"VLLM_CPU_KVCACHE_SPACE": "1", "PYTHONPATH": ""},
-    ),
-    "llamacpp+http": (LLAMA, f"{LLAMA} --model {LLAMA.parent}/model.gguf --ctx-size 2048 --parallel 2 --host 127.0.0.1 --port PORT", {}),
+SERVERS: dict[str, tuple[Path, dict[str, Any]]] = {
+    "grpc": (Path(sys.executable), {"peer": "ours"}),
+    "vllm+http": (VLLM, {"peer": "vllm", "program": str(VLLM), "env": {"PYTHONPATH": ""}, "arguments": "--enforce-eager"}),
+    "llamacpp+http": (LLAMA, {"peer": "llama_cpp", "program": str(LLAMA), "model": str(LLAMA.with_name("model.gguf"))}),
 }
-"""By what their targets' URLs begin with: what must be installed, the command, and its environment."""
+"""By what their targets' URLs begin with: what must be installed, and what the YAML file says."""
 INPUT, OUTPUT, REQUESTS = 24, 8, 6
 
 Load = Callable[..., dict[str, Any]]
@@ -48,14 +44,20 @@ def free_port() -> int:
 @pytest.fixture(scope="module", params=SERVERS)
 def url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a server that is up, without a path."""
-    installed, command, environment = SERVERS[request.param]
+    installed, target = SERVERS[request.param]
     if not installed.exists():
         pytest.skip(f"{installed} is not installed")
-    port = free_port()
-    address = f"{request.param}://127.0.0.1:{port}"
-    endpoint = Endpoint(url=address, serve=command.replace("PORT", str(port)), env=environment, ready_s=600)
+    address = f"{request.param}://127.0.0.1:{free_port()}"
     directory = tmp_path_factory.mktemp("server")
-    server = Server("server", endpoint, directory, str(resolve_model("smollm2-135m-instruct")), directory / "none.yaml")
+    tree = {
+        "model": {"max_context": 1024},
+        "device": {"kind": "cpu"},
+        "batch": {"max_requests": 2},
+        "comparison": {"targets": {"server": {**target, "url": address}}},
+    }
+    file = directory / "experiment.yaml"
+    file.write_text(yaml.safe_dump(tree))
+    server = Server("server", load_config(file), file, str(resolve_model("smollm2-135m-instruct")), directory)
     server.ensure()
     yield address
     server.stop()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import threading
 import time
@@ -31,10 +32,14 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.options.hang:
+            time.sleep(3600)
         seen = {**request, "path": self.path, "traceparent": self.headers.get("traceparent", ""), "port": self.client_address[1]}
         with self.lock:
             self.seen.append(seen)
             number = len(self.seen)
+        if number == self.options.die_at:
+            os._exit(9)
         if self.options.fail_every and number % self.options.fail_every == 0:
             statuses: list[int] = self.options.fail_with
             seen["outcome"] = status = statuses[number // self.options.fail_every % len(statuses)]
@@ -53,7 +58,7 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True
 
     def _stream(self, request: dict[str, Any]) -> None:
-        options, prompt, wanted = self.options, request["prompt"], request["max_tokens"]
+        options, prompt, wanted = self.options, request["prompt"], request["max_tokens"] - self.options.short
         # A chunk without tokens must not count as the first one.
         self._send_choice({"text": "", "token_ids": []} if options.token_ids else {"text": ""})
         time.sleep(options.first_token_s)
@@ -116,11 +121,15 @@ def main() -> None:
     parser.add_argument("--error-in-stream", action="store_true")
     parser.add_argument("--no-usage", action="store_true")
     parser.add_argument("--usage-error", type=int, default=0)
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--short", type=int, default=0, help="answers lack so many tokens")
+    parser.add_argument("--hang", action="store_true", help="no request is answered")
+    parser.add_argument("--die-at", type=int, default=0, help="the request at which it dies")
     Handler.options = parser.parse_args()
 
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = ThreadingHTTPServer(("127.0.0.1", Handler.options.port), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     print(f"ready on 127.0.0.1:{server.server_address[1]}", flush=True)
     stop.wait()

@@ -36,9 +36,13 @@ class RunningServer:
         (pid,) = [int(child) for child in children]
         return pid
 
+    def channel(self) -> grpc.Channel:
+        """With a connection of its own: those of one process to one address share theirs otherwise, and so reach one front end."""
+        return grpc.insecure_channel(self.address, options=[("grpc.use_local_subchannel_pool", 1)])
+
     @contextmanager
     def stub(self) -> Iterator[inference_pb2_grpc.InferenceServiceStub]:
-        with grpc.insecure_channel(self.address) as channel:
+        with self.channel() as channel:
             yield inference_pb2_grpc.InferenceServiceStub(channel)
 
     def stop(self) -> int:
@@ -48,13 +52,15 @@ class RunningServer:
 
 
 @contextmanager
-def run_server(directory: Path, *settings: str) -> Iterator[RunningServer]:
-    """`inference-service serve` with overrides (`section.key=value`), ready to serve."""
+def run_server(directory: Path, *settings: str, program: tuple[str, ...] = ("-m", "inference_service.cli")) -> Iterator[RunningServer]:
+    """`inference-service serve` with overrides (`section.key=value`), ready to serve. `program`: what Python runs instead of it."""
     traces = directory / "traces.jsonl"
     arguments = [f"--set={setting}" for setting in ("server.port=0", f"telemetry.trace_file={traces}", *settings)]
-    command = [sys.executable, "-m", "inference_service.cli", "serve", *arguments]
+    command = [sys.executable, *program, "serve", *arguments]
+    # By the mark, processes are found that have lost their parents.
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "TEST_SERVER": str(directory)}
     with (directory / "server.log").open("w") as errors:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"})
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment)
     timer = threading.Timer(START_S, process.kill)
     timer.start()
     try:

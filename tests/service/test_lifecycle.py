@@ -39,7 +39,7 @@ def eventually(condition: Callable[[], bool], timeout: float = 20) -> None:
 
 
 def health(server: RunningServer, service: str) -> int:
-    with grpc.insecure_channel(server.address) as channel:
+    with server.channel() as channel:
         return int(health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=service), timeout=10).status)
 
 
@@ -48,7 +48,7 @@ class Consumer(threading.Thread):
 
     def __init__(self, server: RunningServer, made: pb.GenerateRequest, timeout: float = 60) -> None:
         super().__init__(daemon=True)
-        self.channel = grpc.insecure_channel(server.address)
+        self.channel = server.channel()
         self.call = InferenceServiceStub(self.channel).Generate(made, timeout=timeout)
         self.first = threading.Event()
         self.ids: list[int] = []
@@ -201,7 +201,7 @@ def test_reflection_alone_is_enough_to_call(paced: RunningServer) -> None:
 
 
 def test_a_killed_engine_ends_every_stream_and_health_says_so(tmp_path: Path) -> None:
-    with run_server(tmp_path, *PACED) as server:
+    with run_server(tmp_path, *PACED, "server.engine_restarts=0") as server:
         assert health(server, "") == health(server, API) == SERVING
         statuses: list[int] = []
         with grpc.insecure_channel(server.address) as channel:
@@ -223,7 +223,7 @@ def test_a_killed_engine_ends_every_stream_and_health_says_so(tmp_path: Path) ->
 
 
 def test_an_engine_that_hangs_is_lost(tmp_path: Path) -> None:
-    with run_server(tmp_path, *PACED, "server.engine_timeout_s=2") as server:
+    with run_server(tmp_path, *PACED, "server.engine_timeout_s=2", "server.engine_restarts=0") as server:
         consumer = started(server, request([100], 1500))
         os.kill(server.engine_pid, signal.SIGSTOP)
         error = consumer.result().error
@@ -349,7 +349,7 @@ print(*codes)
         client = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
         try:
             eventually(lambda: "T (stopped)" in Path(f"/proc/{client.pid}/status").read_text())
-            eventually(lambda: load(server).running + load(server).waiting == 0)
+            eventually(lambda: load(server).running + load(server).waiting == 0, timeout=90)
             assert started(server, request([100], 5)).result().finished is not None, "others are served meanwhile"
             client.send_signal(signal.SIGCONT)
             out, _ = client.communicate(timeout=60)

@@ -89,5 +89,6 @@ def test_what_is_set_is_not_measured() -> None:
     assert find_chunk(config, executor, said.append) == (config.batch, 77) and not executor.plans and not said
     config = load_config(None, [])
     batch, rush = find_chunk(config, executor, said.append)
-    assert executor.plans and f"at most {batch.max_prefill_tokens} prefill tokens beside decodes, {rush} while so many wait" in said[0]
+    assert f"at most {batch.max_prefill_tokens} prefill tokens beside decodes, {rush} while twice as many wait" in said[0]
+    assert executor.plans
     assert 0 < batch.max_prefill_tokens <= rush <= batch.step_tokens

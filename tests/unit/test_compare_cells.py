@@ -8,7 +8,8 @@ import pytest
 
 from baselines.cells import Cell, Shape, parse_cells
 from baselines.load import processes
-from baselines.report import make_row, table_lines
+from baselines.rows import key, keys_of, make_row, refusal
+from baselines.schedule import Step
 
 SHORT, LONG = Shape(128, 256), Shape(4096, 16)
 
@@ -29,16 +30,8 @@ def summary(**changes: Any) -> dict[str, Any]:
 
 
 def row(target: str = "ours", extra: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
-    return make_row(
-        target,
-        Cell((SHORT,), 8),
-        SHORT,
-        summary(**changes),
-        extra=extra or {},
-        expected_distinct=50.0,
-        peak_memory_gib=None,
-        start_s=None,
-    )
+    step = Step(target, Cell((SHORT,), 8))
+    return make_row(step, SHORT, summary(**changes), facts=extra or {}, expected_distinct=50.0, peak_memory_gib=None)
 
 
 def test_the_cells_of_a_text() -> None:
@@ -69,6 +62,17 @@ def test_every_cell_has_prompts_of_its_own() -> None:
     assert cells[0].seed(0, 0) == parse_cells("128/256@1:99")[0].seed(0, 0)
 
 
+def test_every_repeat_has_prompts_of_its_own_and_a_row_of_its_own() -> None:
+    (cell,) = parse_cells("128/256@1")
+    steps = [Step(target, cell, block, repeat) for target in ("ours", "vllm") for block in (1, 2) for repeat in (0, 1, 2)]
+    assert len({cell.seed(0, 0, step.round) for step in steps}) == 6
+    assert len(set().union(*map(keys_of, steps))) == 12
+    # Results of before there were repeats are of the first.
+    old = {"target": "ours", "workload": {"input_tokens": 128, "output_tokens": 256}, "concurrency": 1}
+    assert {key(old)} == keys_of(steps[0])
+    assert steps[0].round == ""
+
+
 @pytest.mark.parametrize(("concurrency", "expected"), [(1, 1), (2, 2), (8, 4), (64, 4), (128, 8), (256, 8)])
 def test_processes(concurrency: int, expected: int) -> None:
     assert processes(Cell((SHORT,), concurrency), 8) == expected
@@ -93,9 +97,9 @@ def test_why_a_row_is_invalid(changes: dict[str, Any], reason: str) -> None:
     assert only.startswith(reason)
 
 
-def test_ratios_are_of_the_first_target_to_the_others() -> None:
-    ours, vllm = row("ours"), row("vllm", ttft_ms={"p50": 20.0, "p99": 80.0}, tpot_ms={"p50": None})
-    header, *lines = table_lines([vllm, ours], ["ours", "vllm"])
-    assert [line[2] for line in lines] == ["ours", "vllm", "ours / vllm"]
-    ratios = dict(zip(header, lines[2], strict=True))
-    assert (ratios["TTFT p50 ms"], ratios["TTFT p99 ms"], ratios["TPOT p50 ms"]) == ("x 0.50", "x 0.25", "")
+def test_answers_of_another_length_are_refused() -> None:
+    assert refusal(SHORT, summary()) == ""
+    other = {"queue_full": {"count": 1, "example": "RESOURCE_EXHAUSTED"}}
+    assert refusal(SHORT, summary(errors=other)) == ""
+    wrong = {"server": {"count": 3, "example": "PROTOCOL: 17 tokens received, but 256 were asked for"}}
+    assert refusal(SHORT, summary(errors=other | wrong)).startswith("answers are not of the 256 tokens asked for: 3 requests, such as")

@@ -1,4 +1,4 @@
-"""Every call of FlashInfer in `kernels/` fits the FlashInfer that ran on the GPU, and a newer one: read in their wheels, not imported."""
+"""Every call of FlashInfer, served or measured, fits the FlashInfer that ran on the GPU, and a newer one: read in their wheels, not run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from zipfile import ZipFile
 
 import pytest
 
-from inference_service import kernels
+from baselines import kernels as measured
+from inference_service import kernels as served
 from inference_service.execution.tuning import cache_directory
 from inference_service.kernels import support
 from inference_service.kernels.flashinfer_paged import Fa2Decode, Fa2Prefill, Fa3Prefill
@@ -29,18 +30,24 @@ WRAPPER, RAGGED, MLA = (
     "mla.BatchMLAPagedAttentionWrapper",
 )
 WITH_BACKENDS = {"wrapper": WRAPPER, "ragged_wrapper": RAGGED, "mla_wrapper": MLA}
+POD, BATCH_POD, HOLISTIC = "pod.PODWithPagedKVCacheWrapper", "pod.BatchPODWithPagedKVCacheWrapper", "attention.BatchAttention"
 WRAPPERS = WITH_BACKENDS | {
-    "pod_wrapper": "pod.PODWithPagedKVCacheWrapper",
-    "batch_pod_wrapper": "pod.BatchPODWithPagedKVCacheWrapper",
-    "holistic_wrapper": "attention.BatchAttention",
+    "decode": "decode.BatchDecodeWithPagedKVCacheWrapper",
+    "holistic": HOLISTIC,
+    "holistic_wrapper": HOLISTIC,
+    "cascade": "cascade.MultiLevelCascadeAttentionWrapper",
+    "pod": POD,
+    "pod_wrapper": POD,
+    "batch_pod": BATCH_POD,
+    "batch_pod_wrapper": BATCH_POD,
 }
-"""By the names that they have in `kernels/`."""
+"""FlashInfer's classes, by what their objects are called where their methods are."""
 Definition = ast.FunctionDef | ast.ClassDef
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call in `kernels/`: of which function of FlashInfer, with how many positional arguments, and which keywords."""
+    """A call: of which function of FlashInfer, with how many positional arguments, and which keywords."""
 
     function: str
     positional: int
@@ -96,7 +103,9 @@ def function(version: str, path: str) -> ast.FunctionDef:
         found, name = find(version, module, name), "__init__"
     if isinstance(found, ast.FunctionDef):
         return found
-    return [node for node in found.body if isinstance(node, ast.FunctionDef) and node.name == name][-1]
+    methods = {node.name: node for node in found.body if isinstance(node, ast.FunctionDef)}
+    # Newer wrappers' plan() hands its keywords on.
+    return methods["_plan_impl" if "self._plan_impl(" in ast.unparse(methods[name]) else name]
 
 
 def signature(definition: ast.FunctionDef) -> Signature:
@@ -119,13 +128,15 @@ def signature(definition: ast.FunctionDef) -> Signature:
 
 
 def calls() -> set[Call]:
-    """What `kernels/` calls by its full name, and of the wrappers, by those names."""
+    """What is called by its full name, and of the wrappers by those names."""
     found = set()
-    for file in Path(next(iter(kernels.__path__))).glob("*.py"):
+    for file in (file for package in (served, measured) for file in Path(next(iter(package.__path__))).glob("*.py")):
+        if "flashinfer." not in file.read_text():
+            continue
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
                 root, _, path = ast.unparse(node.func).partition(".")
-                if root in ("flashinfer", *WRAPPERS):
+                if root == "flashinfer" or (root in WRAPPERS and path in ("plan", "run")):
                     keywords = tuple(str(keyword.arg) for keyword in node.keywords)
                     constants = [(str(k.arg), k.value.value) for k in node.keywords if isinstance(k.value, ast.Constant)]
                     texts = tuple((name, value) for name, value in constants if isinstance(value, str))
@@ -137,9 +148,9 @@ CALLS = sorted(calls(), key=lambda call: call.function)
 
 
 def test_the_calls_are_found() -> None:
-    assert len(CALLS) >= 12
-    of_wrappers = {f"{wrapper}.{method}" for wrapper in WRAPPERS.values() for method in ("plan", "run")}
-    assert {"norm.rmsnorm", "fused_moe.cutlass_fused_moe", *of_wrappers} <= {call.function for call in CALLS}
+    assert len(CALLS) >= 30
+    methods = {f"{wrapper}.{method}" for wrapper in WRAPPERS.values() for method in ("plan", "run")}
+    assert {"norm.rmsnorm", "fused_moe.cutlass_fused_moe", *WRAPPERS.values(), *methods} <= {call.function for call in CALLS}
 
 
 @pytest.mark.parametrize("version", [OLDEST, NEWEST])
@@ -150,17 +161,18 @@ def test_the_arguments_that_are_given_fit(call: Call, version: str) -> None:
     assert set(call.keywords) <= set(bound.arguments), "no argument may vanish in **kwargs"
     lowest = next((row.requires["flashinfer"] for row in support.TABLE if row.backend in dict(call.texts).values()), OLDEST)
     for name, text in call.texts:
-        known = text in allowed(definition, name)
+        known = text in allowed(version, definition, name)
         assert known == at_least(version, lowest), f"{name}={text!r}"
 
 
-def allowed(definition: ast.FunctionDef, name: str) -> str | list[str]:
-    """The texts that an argument may be: those of its Literal, else whatever the function's own text mentions."""
+def allowed(version: str, definition: ast.FunctionDef, name: str) -> str | list[str]:
+    """The texts that an argument may be: those of its Literal, the layouts, else whatever the function's own text mentions."""
     annotation = next(argument.annotation for argument in [*definition.args.args, *definition.args.kwonlyargs] if argument.arg == name)
     if isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value).endswith("Literal"):
         texts: list[str] = list(ast.literal_eval(annotation.slice))
         return texts
-    return ast.unparse(definition)
+    text = ast.unparse(definition)
+    return ast.unparse(find(version, "utils", "TensorLayout")) if f"_check_kv_layout({name})" in text else text
 
 
 @pytest.mark.parametrize("version", [OLDEST, NEWEST])

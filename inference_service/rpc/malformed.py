@@ -1,0 +1,66 @@
+"""Calls whose request is no message of its type, or never comes: they end with a status as any other faulty call does.
+
+grpc.aio itself ends a call of bytes that cannot be parsed with UNKNOWN and a traceback in the log, leaves one without any message
+unanswered, and waits for ever for one that is only begun. So the methods are registered as ones that take a stream of requests, whose one
+message is read here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from inference_service.rpc.errors import RpcError
+
+Context = grpc.aio.ServicerContext[Any, Any]
+Behavior = Callable[[Any, Context], Any]
+
+REQUEST_S = 30.0
+"""How long a request may take to come after its call began."""
+
+
+class Registrar:
+    """Takes the place of a server where a generated `add_...Servicer_to_server` wants one."""
+
+    def __init__(self, server: grpc.aio.Server) -> None:
+        self._server = server
+
+    def add_generic_rpc_handlers(self, handlers: Any) -> None:
+        """The same handlers come by their names, too."""
+
+    def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
+        checked = {name: _checked(handler) for name, handler in handlers.items()}
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, checked),))
+
+
+def _checked(handler: Any) -> grpc.RpcMethodHandler[Any, Any]:
+    assert not handler.request_streaming
+    make = grpc.stream_stream_rpc_method_handler if handler.response_streaming else grpc.stream_unary_rpc_method_handler
+    behavior: Behavior = handler.unary_stream or handler.unary_unary
+
+    async def behave(requests: Any, context: Context) -> Any:
+        try:
+            return await behavior(await read(context), context)
+        except grpc.aio.InternalError:
+            # The connection is gone, and gRPC has yet to cancel the call.
+            raise asyncio.CancelledError from None
+
+    return make(behave, handler.request_deserializer, handler.response_serializer)
+
+
+async def read(context: Context) -> Any:
+    """The call's request. Where there is none, the call is aborted."""
+    try:
+        async with asyncio.timeout(REQUEST_S):
+            request = await context.read()
+    except DecodeError as error:
+        await RpcError(grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_REQUEST", str(error)).abort(context)
+    except TimeoutError:
+        await RpcError(grpc.StatusCode.DEADLINE_EXCEEDED, "NO_REQUEST", f"no request came within {REQUEST_S:g} s").abort(context)
+    if request is grpc.aio.EOF:
+        await RpcError(grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_REQUEST", "the call ended without a whole request").abort(context)
+    return request

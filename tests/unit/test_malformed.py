@@ -1,0 +1,88 @@
+"""Requests that are no messages, or never come, through a real asyncio server within this process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import grpc
+import pytest
+
+from inference.v1 import generate_pb2 as pb
+from inference.v1 import inference_pb2_grpc
+from inference_service.rpc import malformed
+from inference_service.rpc.malformed import Registrar
+
+METHODS = ("Generate", "Tokenize")
+GOOD = pb.TokenizeRequest(text="abc").SerializeToString()
+
+
+class Echo(inference_pb2_grpc.InferenceServiceServicer):
+    """Gives back what it has read."""
+
+    async def Generate(self, request: Any, context: Any) -> None:
+        await context.write(pb.GenerateResponse(accepted=pb.Accepted(request_id=request.text)))
+
+    async def Tokenize(self, request: Any, context: Any) -> pb.TokenizeResponse:
+        return pb.TokenizeResponse(token_ids=request.text.encode())
+
+
+@asynccontextmanager
+async def served() -> AsyncIterator[Any]:
+    server = grpc.aio.server()
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(Echo(), Registrar(server))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            yield channel
+    finally:
+        await server.stop(0)
+
+
+async def ends(channel: Any, method: str, *bodies: bytes, half_close: bool = True) -> tuple[str, str]:
+    """The code and the details of a call that sends `bodies` as messages."""
+    call = channel.stream_stream(f"/inference.v1.InferenceService/{method}")(timeout=20)
+    for body in bodies:
+        await call.write(body)
+    if half_close:
+        await call.done_writing()
+    with suppress(grpc.aio.AioRpcError):
+        async for _ in call:
+            pass
+    return (await call.code()).name, await call.details()
+
+
+@pytest.mark.parametrize("method", METHODS)
+async def test_a_request_is_read_and_others_after_it_are_not(method: str) -> None:
+    async with served() as channel:
+        stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
+        assert bytes((await stub.Tokenize(pb.TokenizeRequest(text="abc"))).token_ids) == b"abc"
+        assert [event.accepted.request_id async for event in stub.Generate(pb.GenerateRequest(text="abc"))] == ["abc"]
+        assert (await ends(channel, method, b""))[0] == "OK"
+        assert (await ends(channel, method, GOOD, b"\xff"))[0] == "OK"
+        assert (await ends(channel, method, GOOD, half_close=False))[0] == "OK"
+
+
+@pytest.mark.parametrize("method", METHODS)
+async def test_bytes_that_are_no_message_are_an_invalid_argument(method: str, caplog: pytest.LogCaptureFixture) -> None:
+    async with served() as channel:
+        code, details = await ends(channel, method, b"\xff\xff")
+    assert code == "INVALID_ARGUMENT" and f"inference.v1.{method}Request" in details
+    assert "Traceback" not in caplog.text
+
+
+@pytest.mark.parametrize("method", METHODS)
+async def test_a_call_without_a_request_is_an_invalid_argument(method: str) -> None:
+    async with served() as channel:
+        assert await ends(channel, method) == ("INVALID_ARGUMENT", "the call ended without a whole request")
+
+
+@pytest.mark.parametrize("method", METHODS)
+async def test_a_request_that_does_not_come_is_not_waited_for(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(malformed, "REQUEST_S", 0.2)
+    async with served() as channel:
+        code, details = await asyncio.wait_for(ends(channel, method, half_close=False), 10)
+    assert (code, details) == ("DEADLINE_EXCEEDED", "no request came within 0.2 s")
