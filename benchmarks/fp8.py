@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.gpu_timing import graph_us
+from baselines.kernels.timing import measure
 from inference_service.kernels.flashinfer_fp8 import CutlassFp8Moe, DeepGemmFp8, GemvFp8, TritonFp8Moe
 from inference_service.kernels.flashinfer_moe import GemvOrCutlassMoe
 from inference_service.kernels.fp8 import E4M3, BlockFp8, as_bytes, quantize
@@ -70,7 +70,10 @@ def stacked(weights: Tensor) -> BlockFp8:
 
 
 def show(name: str, tokens: int, own: Calls, deep_gemm: Calls, plain: Calls) -> None:
-    us = [graph_us(own) if tokens <= MOST_GEMV else float("nan"), graph_us(deep_gemm), graph_us(plain)]
+    us = [
+        measure(calls, torch.device("cuda"), capturable=True).us if calls is not own or tokens <= MOST_GEMV else float("nan")
+        for calls in (own, deep_gemm, plain)
+    ]
     print(f"{name:>12} {tokens:6} " + " ".join(f"{each:8.1f}" for each in us), flush=True)
 
 
