@@ -238,11 +238,7 @@ class AttentionMixed(Attention):
         row = flashinfer_row(self.name, "pod", adapters.Pod)
         kept = [each for each in served(self.name, whole) if each.name not in FUSED]
         return [
-            *(
-                replace(each, limit=self._gathers) if each.name == "torch" else each
-                for each in served(self.name, whole)
-                if each.name not in FUSED
-            ),
+            *(replace(each, limit=self._gathers) if each.name == "torch" else each for each in kept),
             *map(self._pair, PAIRS),
             Backend(replace(row, backend="batch-pod", make=adapters.BatchPod), whole),
             vllm_flash(self.name),
