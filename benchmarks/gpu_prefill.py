@@ -110,11 +110,11 @@ def experts(sparse: SparseMlp, like_C: torch.Tensor, tokens: int) -> dict[str, A
     uniform_TK = torch.rand(tokens, count, device=like_C.device).topk(top_k).indices.int()
     found: dict[str, Any] = {"tactics": expert_tactics().find(tokens)}
     for name, ids_TK in (("uniform", uniform_TK), ("alike", uniform_TK[:1].repeat(tokens, 1))):
-        run = partial(sparse.moe, x_TC, sparse.gate_up, sparse.down, ids_TK, weights_TK)
+        run = partial(sparse.experts, x_TC, ids_TK, weights_TK)
         run()
         us = microseconds(run, 4)
         found[f"{name}_us"] = round(us, 1)
-        found[f"{name}_tflops"] = round(2e-6 * tokens * top_k * sparse.gate_up[0].numel() * 1.5 / us, 1)
+        found[f"{name}_tflops"] = round(2e-6 * tokens * top_k * 3 * len(like_C) * sparse.config.intermediate_size / us, 1)
     return found
 
 

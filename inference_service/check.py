@@ -8,12 +8,12 @@ from rich.table import Table
 
 from inference_service.config import Config, ConfigError
 from inference_service.execution.device import find_device, find_dtype, find_setting
-from inference_service.execution.loading import choose, limit_context
-from inference_service.execution.memory import cpu_pages
+from inference_service.execution.loading import apply_config, choose
+from inference_service.execution.memory import cpu_pages, page_bytes
 from inference_service.execution.tuning import describe, find_misfit
 from inference_service.fetch import resolve_model
 from inference_service.kernels import support
-from inference_service.kernels.selection import OPERATORS
+from inference_service.kernels.selection import operators_of
 from inference_service.models.families import read_config
 
 
@@ -22,7 +22,7 @@ def print_check(config: Config) -> None:
     console = Console(highlight=False)
     target = find_device(config)
     model_dir = resolve_model(config.model.path)
-    shape = limit_context(read_config(model_dir), config)
+    shape = apply_config(read_config(model_dir), config)
     dtype = find_dtype(config, target.device, shape.dtype)
     setting = find_setting(config, target, shape, dtype)
     page_size = config.cache.page_size
@@ -39,6 +39,7 @@ def print_check(config: Config) -> None:
         "context": f"{shape.max_context:,} tokens",
         "step": f"{config.batch.step_tokens} tokens, at most {config.batch.max_prefill_tokens or 'as measured'} of prefill beside decodes",
         "KV cache": room,
+        "a cached token": f"{page_bytes(config, shape, dtype) // page_size:,} bytes in all layers{', as latents' if shape.mla else ''}",
     }.items():
         derived.add_row(name, value)
 
@@ -54,7 +55,7 @@ def print_check(config: Config) -> None:
         "needs",
         title=f"Support table for {target.architecture} in {support.dtype_name(dtype)}",
     )
-    for operator in OPERATORS:
+    for operator in operators_of(setting):
         for row in support.rows(operator):
             needs = ", ".join(f"{package} {version}" for package, version in row.needs(target.architecture).items())
             table.add_row(operator, row.backend, row.refusal(setting) or "yes", "yes" if row.graph else "no", needs)

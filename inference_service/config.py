@@ -40,6 +40,9 @@ class Model(Section, frozen=True):
     """The name that requests may give. Empty: the last part of the path."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of weights, activations and KV cache. auto: the checkpoint's on a GPU, float32 on a CPU."""
+    quantization: Literal["none", "fp8"] = "none"
+    """fp8: weights of layers are rounded to FP8 when they are loaded, in blocks of 128 x 128. none: they stay as the checkpoint has them,
+    in FP8 where it says so."""
     load_format: Literal["auto", "dummy", "echo"] = "auto"
     """auto: the checkpoint's safetensors. dummy: random weights of config.json's shape. echo: no model at all, each answer counts up from
     its prompt's last token id (to measure and test the service around the model)."""
@@ -92,6 +95,8 @@ class Cache(Section, frozen=True):
     """Memory for the pages on a CPU, where `pages` is 0."""
     gpu_memory_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.9
     """Share of the GPU's memory that weights, graphs, activations and pages may use together, where `pages` is 0."""
+    dtype: Literal["auto", "fp8"] = "auto"
+    """fp8: keys and values are rounded to FP8 (E4M3), without scales, so that twice as many tokens fit. auto: the model's."""
     prefix: bool = True
     """Keeps pages of finished requests and shares them with requests of the same beginning."""
 
@@ -105,9 +110,21 @@ class Kernels(Section, frozen=True):
     """Attention of a step with prefill that a CUDA graph holds."""
     kv_append: str = "auto"
     """QK norm, rotary embedding, and appending to the cache."""
+    mla_decode: str = "auto"
+    """This and the next three stand for the first four where the cache holds latents, as with DeepSeek."""
+    mla_prefill: str = "auto"
+    mla_mixed: str = "auto"
+    mla_append: str = "auto"
     routing: str = "auto"
+    grouped_routing: str = "auto"
+    """DeepSeek's."""
+    input_routing: str = "auto"
+    """Llama 4's."""
     moe: str = "auto"
+    moe_fp8: str = "auto"
+    """This stands for `moe`, and `gemm_fp8` for `gemm` within layers, where weights are in FP8."""
     gemm: str = "auto"
+    gemm_fp8: str = "auto"
     norm: str = "auto"
     sampling: str = "auto"
 

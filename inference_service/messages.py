@@ -261,6 +261,8 @@ class Step(Frame, frozen=True, tag="step"):
     compiles: int = 0
     """Kernels compiled or loaded since the engine was ready, in all."""
     work: StepWork | None = None
+    fused_steps: int = 0
+    """Steps with decodes and prefill chunks whose attention was one launch planned on the host, as POD is, in all."""
 
 
 class Aborted(Frame, frozen=True, tag="aborted"):

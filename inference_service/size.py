@@ -10,14 +10,14 @@ from rich.table import Table
 
 from inference_service.config import Config, ConfigError, Kernels
 from inference_service.execution.device import find_dtype
-from inference_service.execution.loading import limit_context
+from inference_service.execution.loading import apply_config
 from inference_service.execution.memory import GIB, Needs, page_bytes
 from inference_service.fetch import resolve_model
 from inference_service.kernels.selection import make_operators, select
 from inference_service.kernels.support import Setting, dtype_name
+from inference_service.models.build import Build
 from inference_service.models.config import ModelConfig
 from inference_service.models.families import make_model, read_config
-from inference_service.models.layers import Build
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def find_gpu(name: str) -> Gpu:
 
 def estimate(config: Config, memory_gib: float) -> Size:
     """Raises ConfigError where not one request of model.max_context fits, ModelError for a model that is not served."""
-    shape = limit_context(read_config(resolve_model(config.model.path)), config)
+    shape = apply_config(read_config(resolve_model(config.model.path)), config)
     dtype = find_dtype(config, torch.device("cuda"), shape.dtype)
     weights = count_parameters(shape, dtype) * dtype.itemsize
     needs = Needs(

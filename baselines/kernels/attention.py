@@ -16,10 +16,12 @@ from baselines.kernels.case import CUDNN, VLLM, Backend, Bench, Call, Case, Oper
 from inference_service.kernels import support
 from inference_service.kernels.attention import SplitAttention, StepLayout
 from inference_service.kernels.attention_torch import TorchDecode, TorchPrefill
-from inference_service.kernels.support import FLASHINFER, GPUS, HALVES, Row
+from inference_service.kernels.support_row import FLASHINFER, GPUS, HALVES, NO_GPU, NO_HALF, Row
 
 PAIRS = (("xqa", "fa3"), ("xqa", "fmha_v2"), ("triton", "fa3"), ("fa2", "fa2"), ("torch", "torch"))
 """Decode and prefill backends that share a mixed step, one after the other."""
+FUSED = ("pod", "batch_pod", "batch_attention")
+"""Served backends whose calls plan on the host; here adapters plan once."""
 OWN_PAGES = 4
 """How many pages a row does not share, where it shares the others."""
 LARGEST_GATHER = 4 << 30
@@ -114,7 +116,7 @@ def served(operator: str, prepare: Any) -> list[Backend]:
 
 
 def flashinfer_row(operator: str, name: str, make: Any) -> Row:
-    return Row(operator, name, make, GPUS, HALVES, support.NO_GPU, support.NO_HALF, requires=FLASHINFER)
+    return Row(operator, name, make, GPUS, HALVES, NO_GPU, NO_HALF, requires=FLASHINFER)
 
 
 def holistic(operator: str, prepare: Any) -> Backend:
@@ -122,7 +124,7 @@ def holistic(operator: str, prepare: Any) -> Backend:
 
 
 def vllm_flash(operator: str) -> Backend:
-    row = Row(operator, "vllm-fa3", adapters.VllmFlash, HOPPER, HALVES, "FA3 is written for sm_90", support.NO_HALF, requires=VLLM)
+    row = Row(operator, "vllm-fa3", adapters.VllmFlash, HOPPER, HALVES, "FA3 is written for sm_90", NO_HALF, requires=VLLM)
     return Backend(row, planned)
 
 
@@ -209,7 +211,7 @@ class AttentionPrefill(Attention):
         return [], [(case.sizes["tokens"], case.sizes["tokens"])] * case.sizes["batch"]
 
     def backends(self) -> list[Backend]:
-        sdpa = Row(self.name, "torch-cudnn", adapters.TorchCudnnPrefill, GPUS, HALVES, "cuDNN runs on GPUs", support.NO_HALF)
+        sdpa = Row(self.name, "torch-cudnn", adapters.TorchCudnnPrefill, GPUS, HALVES, "cuDNN runs on GPUs", NO_HALF)
         return [
             *served(self.name, planned),
             Backend(sdpa, whole, note="keys and values lie without pages"),
@@ -234,8 +236,9 @@ class AttentionMixed(Attention):
 
     def backends(self) -> list[Backend]:
         row = flashinfer_row(self.name, "pod", adapters.Pod)
+        kept = [each for each in served(self.name, whole) if each.name not in FUSED]
         return [
-            *(replace(backend, limit=self._gathers) if backend.name == "torch" else backend for backend in served(self.name, whole)),
+            *(replace(each, limit=self._gathers) if each.name == "torch" else each for each in kept),
             *map(self._pair, PAIRS),
             Backend(replace(row, backend="batch-pod", make=adapters.BatchPod), whole),
             vllm_flash(self.name),

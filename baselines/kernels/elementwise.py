@@ -22,7 +22,7 @@ from inference_service.kernels import support
 from inference_service.kernels.attention import StepLayout
 from inference_service.kernels.kv_append import HeadNorms, TorchKvAppend
 from inference_service.kernels.rope import rotate, rotations
-from inference_service.kernels.support import GPUS, HALVES, Row
+from inference_service.kernels.support_row import GPUS, HALVES, NO_HALF, Row
 from inference_service.models.rotary import rotary_table
 
 EPS = 1e-6
@@ -71,7 +71,7 @@ class Norm(InPlace):
         return torch.cat((output, inputs.residual_TC))
 
     def backends(self) -> list[Backend]:
-        vllm = Row(self.name, "vllm", VllmNorm, GPUS, HALVES, NO_VLLM, support.NO_HALF, requires=VLLM)
+        vllm = Row(self.name, "vllm", VllmNorm, GPUS, HALVES, NO_VLLM, NO_HALF, requires=VLLM)
         return [Backend(row, _add_norm) for row in (*support.rows(self.name), vllm)]
 
 
@@ -133,7 +133,7 @@ class Rope(InPlace):
         return torch.cat((inputs.q_THD, inputs.k_THD), dim=1)
 
     def backends(self) -> list[Backend]:
-        vllm = Row(self.name, "vllm", VllmRope, GPUS, HALVES, NO_VLLM, support.NO_HALF, requires=VLLM)
+        vllm = Row(self.name, "vllm", VllmRope, GPUS, HALVES, NO_VLLM, NO_HALF, requires=VLLM)
         return [
             Backend(flashinfer_row(self.name, "flashinfer", FlashInferRope), _turn),
             Backend(Row(self.name, "torch", TorchRope), _turn),

@@ -18,7 +18,7 @@ from baselines.kernels.case import FP8_TOLERANCE, TENSORRT_LLM, Backend, Bench, 
 from baselines.kernels.fp8 import E4M3, to_blocks, to_tensor
 from inference_service.kernels import support
 from inference_service.kernels.small_gemm import TINY_TOKENS
-from inference_service.kernels.support import FLASHINFER, GPUS, HALVES, TRITON, Row
+from inference_service.kernels.support_row import FLASHINFER, GPUS, HALVES, NO_HALF, NO_TRITON, TRITON, Row
 
 GEMV_TOKENS = 8
 """Beyond so many tokens the own matrix-vector kernel is not run."""
@@ -103,7 +103,7 @@ class Gemm(Operator):
 
     def backends(self) -> list[Backend]:
         rows = {row.backend: row for row in support.rows(self.name)}
-        own = Row(self.name, "triton", OwnGemv, GPUS - {"sm_75"}, HALVES, support.NO_TRITON, support.NO_HALF, requires=TRITON)
+        own = Row(self.name, "triton", OwnGemv, GPUS - {"sm_75"}, HALVES, NO_TRITON, NO_HALF, requires=TRITON)
         return [
             Backend(rows["torch"], packed, note="cuBLAS on a GPU"),
             Backend(own, packed, up_to(GEMV_TOKENS)),
@@ -130,7 +130,7 @@ class Fp8Gemm(Gemm):
     def backends(self) -> list[Backend]:
         block = Row(self.name, "deepgemm", BlockGemm, frozenset({"sm_90"}), frozenset({torch.bfloat16}), requires=FLASHINFER)
         block = replace(block, elsewhere="Hopper's block-scaled FP8 products are for sm_90", otherwise="its inputs are bfloat16")
-        scaled = Row(self.name, "cublas", ScaledGemm, FP8_GPUS, HALVES, "GPUs multiply FP8 from sm_89 up", support.NO_HALF)
+        scaled = Row(self.name, "cublas", ScaledGemm, FP8_GPUS, HALVES, "GPUs multiply FP8 from sm_89 up", NO_HALF)
         elsewhere = Row(self.name, "cutlass", absent, frozenset(), HALVES, BLACKWELL_ONLY)
         return [
             Backend(scaled, self._scaled, tolerance=FP8_TOLERANCE, note="one scale a tensor; inputs are in FP8 already"),

@@ -19,7 +19,7 @@ from baselines.kernels.fp8 import to_blocks
 from inference_service.execution.tuning import describe, load_tuning
 from inference_service.kernels import support
 from inference_service.kernels.expert_tactics import Pair, expert_tactics
-from inference_service.kernels.support import FLASHINFER, GPUS, HALVES, Row
+from inference_service.kernels.support_row import FLASHINFER, GPUS, HALVES, NO_HALF, Row
 
 GEMV_TOKENS = 32
 """Beyond so many tokens the kernels that read an expert once a token are not run."""
@@ -95,7 +95,7 @@ class Moe(Operator):
     def backends(self) -> list[Backend]:
         rows = {row.backend: row for row in support.rows(self.name)}
         elsewhere = Row(self.name, "trtllm-gen", absent, frozenset(), HALVES, GEN)
-        vllm = Row(self.name, "vllm-triton", VllmMoe, GPUS - {"sm_75"}, HALVES, NO_VLLM, support.NO_HALF, requires=VLLM)
+        vllm = Row(self.name, "vllm-triton", VllmMoe, GPUS - {"sm_75"}, HALVES, NO_VLLM, NO_HALF, requires=VLLM)
         return [
             Backend(rows["triton"], self._prepare, _few),
             Backend(rows["cutlass"], self._prepare_tuned, note="tactics measured for the whole operator"),
@@ -155,7 +155,7 @@ class Fp8Experts(Moe):
         return replace(work, bytes=activations + (work.bytes - activations) / size, precision="float8")
 
     def backends(self) -> list[Backend]:
-        row = Row(self.name, "cutlass", Fp8Moe, frozenset({"sm_90"}), HALVES, BLOCK_ONLY, support.NO_HALF, requires=FLASHINFER)
+        row = Row(self.name, "cutlass", Fp8Moe, frozenset({"sm_90"}), HALVES, BLOCK_ONLY, NO_HALF, requires=FLASHINFER)
         elsewhere = Row(self.name, "trtllm-gen", absent, frozenset(), HALVES, GEN)
         return [
             Backend(row, self._prepare_untuned, tolerance=FP8_TOLERANCE, note="blocks of 128 x 128; inputs are quantized within"),

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from baselines.kernels.case import NO_VLLM, VLLM, Backend, Bench, Call, Case, Operator, Work, absent
 from inference_service.kernels import support
-from inference_service.kernels.support import GPUS, Row
+from inference_service.kernels.support_row import GPUS, Row
 
 
 class Routing(Operator):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from baselines.kernels.case import NO_VLLM, VLLM, Backend, Bench, Call, Case, Operator, Work
 from inference_service.kernels import support
-from inference_service.kernels.support import ANY, FLASHINFER, GPUS, Row
+from inference_service.kernels.support_row import ANY, FLASHINFER, GPUS, NO_GPU, Row
 
 TEMPERATURE = 0.8
 FILTERS = {"greedy": (0, 1.0), "plain": (0, 1.0), "top-p 0.95": (0, 0.95), "top-k 50, top-p 0.95": (50, 0.95)}
@@ -76,7 +76,7 @@ class Sampling(Operator):
 
     def backends(self) -> list[Backend]:
         rows = support.rows(self.name)
-        own = Row(self.name, "flashinfer-own", FlashInferDraws, GPUS, elsewhere=support.NO_GPU, requires=FLASHINFER)
+        own = Row(self.name, "flashinfer-own", FlashInferDraws, GPUS, elsewhere=NO_GPU, requires=FLASHINFER)
         vllm = Row(self.name, "vllm", VllmDraws, GPUS, elsewhere=NO_VLLM, requires=VLLM)
         return [
             *(Backend(row, _columns, tolerance=0.0, capturable=row.backend != "torch") for row in rows),

@@ -35,7 +35,7 @@ class EchoTicket:
 class EchoExecutor:
     """Counts up from each prompt's last token id, modulo the vocabulary, past what is banned. It has no logits to bias or penalize."""
 
-    compiles = 0
+    compiles = fused_steps = 0
 
     def __init__(self, config: Config, vocab_size: int, max_context: int) -> None:
         cache = config.cache

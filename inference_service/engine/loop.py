@@ -86,7 +86,7 @@ class EngineLoop:
             by_origin[request.origin].append(output)
         now_ns, load, compiles = time.monotonic_ns(), self.scheduler.load, self.executor.compiles - self._compiles_before
         for origin in self.front_ends.known:
-            self.front_ends.send(origin, Step(now_ns, by_origin[origin], load, experts, compiles, work))
+            self.front_ends.send(origin, Step(now_ns, by_origin[origin], load, experts, compiles, work, self.executor.fused_steps))
         if now_ns - self._beat_ns > HEARTBEAT_S / 2 * 1e9:
             self._beat_ns = now_ns
             self.front_ends.report(Step(now_ns, [], load))

@@ -136,6 +136,11 @@ class Executor(Protocol):
         """Kernels compiled, or loaded for the first time, since the start: 0, unless the start has missed something that a request met."""
         ...
 
+    @property
+    def fused_steps(self) -> int:
+        """Steps since the start with decodes and prefill chunks whose attention was one launch planned on the host."""
+        ...
+
     def launch(self, plan: StepPlan) -> Ticket:
         """Start a step. The plan has been read when this returns: its lists may change afterwards."""
         ...

@@ -20,6 +20,7 @@ from inference_service.execution.expert_count import ExpertCounter
 from inference_service.execution.graphs import StepGraphs, StepRunner, decode_sizes, mixed_sizes
 from inference_service.execution.loading import LoadedModel
 from inference_service.execution.logprobs import PromptRows, gather_prompt, score_prompt, to_logprobs, to_prompt_logprobs
+from inference_service.execution.memory import cache_dtype
 from inference_service.execution.packed_inputs import PackedStep, Sizes, SlotTable, device_fields
 from inference_service.execution.page_copies import copy_pages
 from inference_service.execution.sampler import sample
@@ -84,7 +85,7 @@ class CudaExecutor:
 
     def __init__(self, config: Config, loaded: LoadedModel, pages: int, stream: torch.cuda.Stream) -> None:
         page_size, max_requests = config.cache.page_size, config.batch.max_requests
-        caches = loaded.model.new_cache(pages, page_size, loaded.target.device)
+        caches = loaded.model.new_cache(pages, page_size, loaded.target.device, cache_dtype(config, loaded.dtype))
         self.info = loaded.info(pages)
         self._stream, self._step_tokens = stream, config.batch.step_tokens
         self._slots = SlotTable(max_requests, -(-loaded.shape.max_context // page_size), page_size)
@@ -94,7 +95,7 @@ class CudaExecutor:
         self._graphs = StepGraphs(self._runner, self._slots)
         self._ring = [Staging(largest.bytes, max_requests) for _ in range(IN_FLIGHT)]
         self._counter = ExpertCounter(loaded.shape.moe.experts if loaded.shape.moe else 0)
-        self._launched = self._compiles_before = 0
+        self._launched = self._compiles_before = self._fused_before = 0
 
     def launch(self, plan: StepPlan) -> Ticket:
         rows = plan.rows
@@ -192,11 +193,17 @@ class CudaExecutor:
     def compiles(self) -> int:
         return compile_counter().count - self._compiles_before
 
+    @property
+    def fused_steps(self) -> int:
+        fused = self._runner.model.operators.attention.fused
+        return fused.steps - self._fused_before if fused else 0
+
     # --- start ---
 
     def count_compiles(self) -> None:
         """Count from now on: all that a request may meet has been run."""
         self._compiles_before = compile_counter().count
+        self._fused_before += self.fused_steps
 
     def graph_sizes(self, mixed: bool) -> list[Sizes]:
         """The inputs of each graph to capture, be it of decodes alone or (`mixed`) of prefill chunks too."""

@@ -10,12 +10,13 @@ from msgspec.structs import replace
 
 from inference_service.config import Config
 from inference_service.execution.cuda_executor import GREEDY, CudaExecutor
+from inference_service.execution.deep_gemm import load_deep_gemm
 from inference_service.execution.device import find_setting
 from inference_service.execution.loading import LoadedModel, Report
 from inference_service.execution.memory import GIB, MIB, Needs, page_bytes, used_bytes
 from inference_service.execution.packed_inputs import Sizes
 from inference_service.execution.tuning import describe, load_tuning
-from inference_service.kernels.selection import keeps_from_graph
+from inference_service.kernels.selection import captures_mixed, keeps_from_graph
 from inference_service.messages import Sampling
 
 RANDOM = Sampling(1.0, 50, 0.9, 0.01, 0)
@@ -26,10 +27,11 @@ SMALL_GRAPH_BYTES = 8 * MIB
 def build_cuda_executor(config: Config, loaded: LoadedModel, progress: Report) -> CudaExecutor:
     """The executor with all that a request may meet loaded, captured and run once. Raises ConfigError where memory does not suffice."""
     _load_tactics(config, loaded, progress)
+    load_deep_gemm(loaded, config.batch.step_tokens, progress)
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     torch.cuda.synchronize()
     obstacles = keeps_from_graph(loaded.choices)
-    mixed = all(choice.row.graph for choice in loaded.choices if choice.row.operator == "attention_mixed")
+    mixed = captures_mixed(loaded.choices)
 
     def graph_sizes(executor: CudaExecutor) -> list[Sizes]:
         return [] if obstacles else executor.graph_sizes(mixed)
@@ -61,7 +63,7 @@ def build_cuda_executor(config: Config, loaded: LoadedModel, progress: Report) -
 
 def _load_tactics(config: Config, loaded: LoadedModel, progress: Report) -> None:
     """What `prebuild` measured of the experts' kernels."""
-    if not any("cutlass" in choice.row.backend for choice in loaded.choices):
+    if not any(choice.row.operator == "moe" and "cutlass" in choice.row.backend for choice in loaded.choices):
         return
     from inference_service.kernels.expert_tactics import expert_tactics
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from inference_service.config import Config, ConfigError
-from inference_service.kernels.support import CLAMPED_EXPERTS, SINKS, SOFT_CAP, WINDOW, Setting
+from inference_service.kernels.support import CLAMPED_EXPERTS, FP8_CACHE, FP8_WEIGHTS, SINKS, SOFT_CAP, UNEVEN_HIDDEN, WINDOW, Setting
 from inference_service.kernels.versions import installed_versions
 from inference_service.models.config import DTYPES, ModelConfig
 
@@ -48,8 +48,17 @@ def find_dtype(config: Config, device: torch.device, checkpoint: torch.dtype) ->
 
 def find_setting(config: Config, target: TargetDevice, shape: ModelConfig, dtype: torch.dtype) -> Setting:
     """What decides which kernels can run."""
-    group = shape.heads // shape.kv_heads
-    return Setting(target.architecture, dtype, shape.head_dim, group, config.cache.page_size, installed_versions(), _features(shape))
+    return Setting(
+        target.architecture,
+        dtype,
+        shape.head_dim,
+        shape.heads // shape.kv_heads,
+        config.cache.page_size,
+        installed_versions(),
+        _features(shape) | ({FP8_CACHE} if config.cache.dtype == "fp8" else set()),
+        shape.mla.sizes if shape.mla else None,
+        shape.moe.grouped if shape.moe else None,
+    )
 
 
 def _features(shape: ModelConfig) -> frozenset[str]:
@@ -60,5 +69,7 @@ def _features(shape: ModelConfig) -> frozenset[str]:
         SOFT_CAP: any(spec.soft_cap for spec in specs),
         SINKS: shape.sinks,
         CLAMPED_EXPERTS: shape.moe is not None and shape.moe.clamped is not None,
+        FP8_WEIGHTS: shape.fp8,
+        UNEVEN_HIDDEN: shape.hidden_size % 128 != 0,
     }
     return frozenset(feature for feature, need in needed.items() if need)

@@ -18,7 +18,7 @@ from inference_service.execution.edits import LogitEdits
 from inference_service.execution.expert_count import ExpertCounter
 from inference_service.execution.loading import Report, load_model
 from inference_service.execution.logprobs import score_prompt, to_logprobs, to_prompt_logprobs
-from inference_service.execution.memory import cpu_pages
+from inference_service.execution.memory import cache_dtype, cpu_pages
 from inference_service.execution.page_copies import copy_pages
 from inference_service.execution.sampler import sample
 from inference_service.models.decoder import Decoder
@@ -42,7 +42,7 @@ class StepTicket:
 class TorchExecutor:
     """Runs steps in the order of their launch, on a single thread, which is the only one that touches tensors on the device."""
 
-    compiles = 0
+    compiles = fused_steps = 0
 
     def __init__(self, model: Decoder, caches: list[Tensor], buffers: InputBuffers, info: ExecutorInfo, worker: ThreadPoolExecutor) -> None:
         self.info = info
@@ -112,7 +112,7 @@ def _build(config: Config, model_dir: Path, progress: Report, worker: ThreadPool
     shape, page_size = loaded.shape, config.cache.page_size
     pages = cpu_pages(config, shape, loaded.dtype)
     progress(f"KV cache: {pages:,} pages of {page_size} tokens, {pages * page_size:,} tokens")
-    caches = loaded.model.new_cache(pages, page_size, loaded.target.device)
+    caches = loaded.model.new_cache(pages, page_size, loaded.target.device, cache_dtype(config, loaded.dtype))
     buffers = InputBuffers(config.batch.max_requests, config.batch.step_tokens, -(-shape.max_context // page_size), loaded.target.device)
     return TorchExecutor(loaded.model, caches, buffers, loaded.info(pages), worker)
 

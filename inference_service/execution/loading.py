@@ -14,12 +14,13 @@ from inference_service.execution.device import TargetDevice, find_device, find_d
 from inference_service.execution.tuning import describe, find_misfit, load_tuning, tuning_file
 from inference_service.kernels.selection import Choice, make_operators, select
 from inference_service.kernels.support import dtype_name
+from inference_service.models.build import Build
 from inference_service.models.checkpoint import load_checkpoint
 from inference_service.models.config import ModelConfig
 from inference_service.models.decoder import Decoder
 from inference_service.models.dummy import fill_dummy
 from inference_service.models.families import make_model, read_config
-from inference_service.models.layers import Build
+from inference_service.models.fp8 import SCALES
 
 Report = Callable[[str], None]
 """Is told each step of the start and each derived number."""
@@ -53,7 +54,7 @@ class LoadedModel:
 def load_model(config: Config, model_dir: Path, progress: Report) -> LoadedModel:
     """Choose the kernels, build the model, and load its weights. Raises ConfigError or ModelError, which name key, or file and tensor."""
     target = find_device(config)
-    shape = limit_context(read_config(model_dir), config)
+    shape = apply_config(read_config(model_dir), config)
     dtype = find_dtype(config, target.device, shape.dtype)
     choices = choose(config, target, shape, dtype, progress)
     if target.device.type == "cuda" and (misfit := find_misfit(describe(target, find_setting(config, target, shape, dtype), shape))):
@@ -62,14 +63,14 @@ def load_model(config: Config, model_dir: Path, progress: Report) -> LoadedModel
         progress(f"kernel {choice.row.operator}: {choice.row.backend} ({choice.reason})")
     progress(f"{shape.architecture} in {dtype_name(dtype)} on {target.name} ({target.architecture}), {torch.get_num_threads()} threads")
 
-    model = make_model(Build(make_operators(choices), dtype, target.device), shape)
+    model = make_model(Build(make_operators(choices), dtype, target.device, shape.fp8), shape)
     weights = model.weights()
-    parameters = sum(weight.numel() for weight in weights.values())
+    parameters = sum(weight.numel() for name, weight in weights.items() if not name.endswith(SCALES))
     progress(f"loading {parameters / 1e6:,.1f} M parameters ({'random' if config.model.load_format == 'dummy' else model_dir})")
     if config.model.load_format == "dummy":
         fill_dummy(weights)
     else:
-        load_checkpoint(model_dir, weights, shape.tied_embeddings)
+        load_checkpoint(model_dir, weights, shape.tied_embeddings, shape.unused, to_fp8=config.model.quantization == "fp8")
     weights.clear()
     model.pack()
     return LoadedModel(model, shape, dtype, target, choices, parameters)
@@ -88,9 +89,17 @@ def choose(
     return select(config.kernels, setting, tuning.fastest if tuning else None)
 
 
-def limit_context(shape: ModelConfig, config: Config) -> ModelConfig:
-    """The shape with model.max_context applied. Raises ConfigError where the model declares less."""
+def apply_config(shape: ModelConfig, config: Config) -> ModelConfig:
+    """The shape with model.max_context and model.quantization applied. Raises ConfigError where the model declares less, or cannot be
+    quantized, nor its cache."""
     wanted = config.model.max_context
     if wanted > shape.max_context:
         raise ConfigError(f"model.max_context: {wanted} is more than the {shape.max_context} that the model declares")
-    return replace(shape, max_context=wanted) if wanted else shape
+    if config.cache.dtype == "fp8" and shape.mla:
+        raise ConfigError(f"cache.dtype: fp8 is not supported for {shape.architecture}, whose cache holds latents")
+    if config.model.quantization == "fp8":
+        if shape.fp8:
+            raise ConfigError("model.quantization: the checkpoint is in FP8 already; say none, which keeps it so")
+        if shape.moe and shape.moe.clamped:
+            raise ConfigError(f"model.quantization: fp8 is not supported for {shape.architecture}, whose checkpoints are in MXFP4")
+    return replace(shape, max_context=wanted or shape.max_context, fp8=shape.fp8 or config.model.quantization == "fp8")

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import gc
+import math
 from dataclasses import dataclass
 
 import torch
 
 from inference_service.config import Config, ConfigError
+from inference_service.kernels.fp8 import E4M3
 from inference_service.models.config import ModelConfig
 
 MIB, GIB = 1 << 20, 1 << 30
 
 
+def cache_dtype(config: Config, dtype: torch.dtype) -> torch.dtype:
+    """Of keys and values, where the model's is `dtype`."""
+    return E4M3 if config.cache.dtype == "fp8" else dtype
+
+
 def page_bytes(config: Config, shape: ModelConfig, dtype: torch.dtype) -> int:
     """Bytes of a page in all layers together."""
-    return 2 * shape.layers * shape.kv_heads * shape.head_dim * dtype.itemsize * config.cache.page_size
+    return shape.layers * math.prod(shape.page_shape(config.cache.page_size)) * cache_dtype(config, dtype).itemsize
 
 
 def cpu_pages(config: Config, shape: ModelConfig, dtype: torch.dtype) -> int:

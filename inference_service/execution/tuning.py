@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from inference_service.execution.device import TargetDevice
-from inference_service.kernels.support import Setting, dtype_name
+from inference_service.kernels.support import FP8_CACHE, Setting, dtype_name
 from inference_service.kernels.versions import jit_cache_versions
 from inference_service.models.config import ModelConfig
 
@@ -35,16 +35,18 @@ def cache_directory() -> Path:
 
 def describe(target: TargetDevice, setting: Setting, shape: ModelConfig) -> dict[str, str]:
     """All that a measurement depends on: another GPU, library or shape is another file."""
-    moe = shape.moe
+    moe, attention = shape.moe, f"{shape.heads} heads, {shape.kv_heads} KV heads of {shape.head_dim}"
     return {
         "gpu": target.name,
         "architecture": target.architecture,
         **{package: setting.versions.get(package, "none") for package in ("flashinfer", "triton", "cuda", "torch")},
         "dtype": dtype_name(setting.dtype),
         "page_size": str(setting.page_size),
-        "attention": f"{shape.heads} heads, {shape.kv_heads} KV heads of {shape.head_dim}",
+        "attention": f"{shape.heads} heads, {shape.mla}" if shape.mla else attention,
         "mlp": f"{shape.hidden_size} x {shape.intermediate_size}",
         "moe": f"{moe.experts} of {shape.hidden_size} x {moe.intermediate_size}, top {moe.top_k}" if moe else "none",
+        **({"weights": "FP8"} if shape.fp8 else {}),
+        **({"cache": "FP8"} if FP8_CACHE in setting.features else {}),
     }
 
 

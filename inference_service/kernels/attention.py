@@ -75,15 +75,42 @@ class SplitPlan:
     decodes: int
     decode: Any
     prefill: Any
+    fused: Any = None
+    """The plan of what attends to all rows at once."""
+
+
+class FusedAttention:
+    """Attention of a whole step with decodes and chunks, in one launch that is planned on the host."""
+
+    steps = 0
+    """How many it has planned."""
+
+    def serves(self, layout: StepLayout) -> bool:
+        """Whether a step is one that it is made for."""
+        return 0 < layout.decodes < len(layout.lengths)
+
+    def plan(self, layout: StepLayout, kv_P2HSD: Tensor, heads: int, spec: AttentionSpec = PLAIN) -> Any:
+        assert spec.window is None and spec.soft_cap is None
+        self.steps += 1
+        return self._plan(layout, kv_P2HSD, heads, spec)
+
+    def _plan(self, layout: StepLayout, kv_P2HSD: Tensor, heads: int, spec: AttentionSpec) -> Any:
+        raise NotImplementedError
+
+    def __call__(self, q_THD: Tensor, kv_P2HSD: Tensor, plan: Any, sinks_H: Tensor | None = None) -> Tensor:
+        """The output o_THD, contiguous."""
+        raise NotImplementedError
 
 
 class SplitAttention:
-    """Attention of a whole step: one backend for its decode rows, another for its prefill rows."""
+    """Attention of a whole step: one backend for its decode rows, another for its prefill rows; or `fused` for both, where it serves."""
 
-    def __init__(self, decode: Attention, prefill: Attention) -> None:
-        self.decode, self.prefill = decode, prefill
+    def __init__(self, decode: Attention, prefill: Attention, fused: FusedAttention | None = None) -> None:
+        self.decode, self.prefill, self.fused = decode, prefill, fused
 
     def plan(self, layout: StepLayout, kv_P2HSD: Tensor, heads: int, spec: AttentionSpec = PLAIN) -> SplitPlan:
+        if self.fused and self.fused.serves(layout):
+            return SplitPlan(layout.decodes, None, None, self.fused.plan(layout, kv_P2HSD, heads, spec))
         return SplitPlan(
             layout.decodes,
             self.decode.plan(layout, kv_P2HSD, heads, spec) if layout.decodes else None,
@@ -92,6 +119,8 @@ class SplitAttention:
 
     def __call__(self, q_THD: Tensor, kv_P2HSD: Tensor, plan: SplitPlan, sinks_H: Tensor | None = None) -> Tensor:
         """The output o_THD, contiguous."""
+        if self.fused and plan.fused is not None:
+            return self.fused(q_THD, kv_P2HSD, plan.fused, sinks_H)
         o_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
         decodes = plan.decodes
         if plan.decode is not None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from inference_service.kernels.attention import PLAIN, AttentionSpec, StepLayout
 from inference_service.kernels.attention_torch import soft_capped, softmax
+from inference_service.kernels.fp8 import as_bytes
 
 POSITIONS_A_PART = 64
 """A context is not split finer."""
@@ -42,6 +43,12 @@ class PagedPlan:
     window: int | None
 
 
+def count_splits(room: int, positions: int) -> int:
+    """Into how many parts to split contexts, where the device has room for so many a program: a power of two."""
+    most = min(room, -(-positions // POSITIONS_A_PART), MAX_SPLITS)
+    return 1 << max(most, 1).bit_length() - 1
+
+
 class TritonPagedAttention:
     """One own kernel, and a second where few tokens leave the device so empty that their contexts are split."""
 
@@ -54,9 +61,7 @@ class TritonPagedAttention:
 
     def plan(self, layout: StepLayout, kv_P2HSD: Tensor, heads: int, spec: AttentionSpec = PLAIN) -> PagedPlan:
         programs, positions = layout.positions_T.shape[0] * kv_P2HSD.shape[2], layout.pages_RM.shape[1] * kv_P2HSD.shape[3]
-        positions = min(positions, spec.window or positions)
-        most = min(2 * self._multiprocessors // programs, -(-positions // POSITIONS_A_PART), MAX_SPLITS)
-        splits = 1 << max(most, 1).bit_length() - 1
+        splits = count_splits(2 * self._multiprocessors // programs, min(positions, spec.window or positions))
         return PagedPlan(layout, splits, spec.scale_for(kv_P2HSD.shape[4]), spec.soft_cap, spec.window)
 
     def __call__(self, q_THD: Tensor, kv_P2HSD: Tensor, plan: PagedPlan, sinks_H: Tensor | None = None) -> Tensor:
@@ -113,16 +118,18 @@ class TorchPagedAttention:
 
     def __call__(self, q_THD: Tensor, kv_P2HSD: Tensor, plan: PagedPlan, sinks_H: Tensor | None = None) -> Tensor:
         layout = plan.layout
-        (tokens, heads, head_dim), (_, _, kv_heads, page_size, _) = q_THD.shape, kv_P2HSD.shape
+        (tokens, heads, head_dim), (_, parts, kv_heads, page_size, _) = q_THD.shape, kv_P2HSD.shape
         length = layout.pages_RM.shape[1] * page_size
         positions_T1 = torch.where(layout.positions_T < -1, -1 - layout.positions_T, layout.positions_T).unsqueeze(1)
         position_L = torch.arange(length, device=q_THD.device)
         beyond_TL = position_L > positions_T1
         hidden_TL = beyond_TL if plan.window is None else beyond_TL | (position_L <= positions_T1 - plan.window)
         pages_TM = layout.pages_RM[layout.row_T.long()].long().masked_fill(beyond_TL[:, ::page_size], 0)
-        kv_T2HLD = kv_P2HSD[pages_TM].permute(0, 2, 3, 1, 4, 5).reshape(tokens, 2, kv_heads, length, head_dim).float()
+        kv_TM2HSD = as_bytes(kv_P2HSD)[pages_TM].view(kv_P2HSD.dtype)
+        kv_T2HLD = kv_TM2HSD.permute(0, 2, 3, 1, 4, 5).reshape(tokens, parts, kv_heads, length, head_dim).float()
         # What lies beyond the context may be anything, even NaN.
-        k_THLD, v_THLD = kv_T2HLD.masked_fill_(beyond_TL[:, None, None, :, None], 0.0).unbind(1)
+        kv_T2HLD.masked_fill_(beyond_TL[:, None, None, :, None], 0.0)
+        k_THLD, v_THLD = kv_T2HLD[:, 0], kv_T2HLD[:, -1]
         q_THGD = (q_THD.float() * plan.scale).view(tokens, kv_heads, -1, head_dim)
         scores_THGL = soft_capped(q_THGD @ k_THLD.transpose(2, 3), plan.soft_cap)
         scores_THGL.masked_fill_(hidden_TL[:, None, None, :], float("-inf"))

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from inference_service.kernels.attention import PLAIN, AttentionSpec, StepLayout
+from inference_service.kernels.fp8 import as_bytes
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class DecodeGroup:
     rows_B: Tensor | None
     """Their rows; None: all decode rows."""
     blocks: Tensor
-    """Which [S, D] blocks of the cache to gather, ordered [2, B, H, M]."""
+    """Which [S, D] blocks of the cache to gather, ordered [2, B, H, M]; [1, B, H, M] where keys are their own values."""
     beyond: Tensor
     """Which of the gathered rows of D values lie beyond a context. They are whatever an earlier request left, even NaN, which a weight of 0
     would let through."""
@@ -49,7 +50,7 @@ class TorchDecode:
             beyond_BL = positions_BL >= contexts_B1
             hidden_BL = beyond_BL if spec.window is None else beyond_BL | (positions_BL < contexts_B1 - spec.window)
             mask_BL = torch.zeros(hidden_BL.shape).masked_fill_(hidden_BL, float("-inf"))
-            beyond_2BHL = beyond_BL.unsqueeze(1).expand(2, -1, kv_P2HSD.shape[2], -1)
+            beyond_2BHL = beyond_BL.unsqueeze(1).expand(kv_P2HSD.shape[1], -1, kv_P2HSD.shape[2], -1)
             beyond = beyond_2BHL.flatten().nonzero().squeeze(1)
 
             pages_BM = layout.pages_RM[: layout.decodes] if rows is None else layout.pages_RM[rows]
@@ -115,8 +116,8 @@ def _first_page(position: int, spec: AttentionSpec, page_size: int) -> int:
 
 def _block_offsets(kv_P2HSD: Tensor) -> Tensor:
     """Where the [S, D] blocks of a page stand after its first."""
-    heads = kv_P2HSD.shape[2]
-    return torch.arange(2 * heads, device=kv_P2HSD.device).view(2, heads, 1)
+    parts, heads = kv_P2HSD.shape[1:3]
+    return torch.arange(parts * heads, device=kv_P2HSD.device).view(parts, heads, 1)
 
 
 def _group_decodes(contexts: list[int]) -> list[list[int]]:
@@ -129,17 +130,20 @@ def _group_decodes(contexts: list[int]) -> list[list[int]]:
     return list(groups.values())
 
 
-def _gather(kv_P2HSD: Tensor, blocks: Tensor) -> Tensor:
+def gather(kv_P2HSD: Tensor, blocks: Tensor) -> Tensor:
+    """[S, D] blocks of the cache, one after the other."""
     page_size, head_dim = kv_P2HSD.shape[-2:]
-    return kv_P2HSD.view(-1, page_size * head_dim).index_select(0, blocks)
+    return as_bytes(kv_P2HSD).view(-1, page_size * head_dim).index_select(0, blocks).view(kv_P2HSD.dtype)
 
 
 def _decode(q_BHD: Tensor, kv_P2HSD: Tensor, group: DecodeGroup, sinks_H: Tensor | None) -> Tensor:
     """Query heads that share a KV head become the rows of one matrix. Scores and sums are float32 whatever the dtype."""
     batch, _, head_dim = q_BHD.shape
     kv_heads, length = kv_P2HSD.shape[2], group.mask_B1L.shape[-1]
-    gathered = _gather(kv_P2HSD, group.blocks).view(-1, head_dim).index_fill_(0, group.beyond, 0.0)
-    k_NLD, v_NLD = gathered.view(2, batch * kv_heads, length, head_dim).float()
+    gathered = gather(kv_P2HSD, group.blocks).view(-1, head_dim)
+    as_bytes(gathered).index_fill_(0, group.beyond, 0)
+    kv_2NLD = gathered.view(-1, batch * kv_heads, length, head_dim).float()
+    k_NLD, v_NLD = kv_2NLD[0], kv_2NLD[-1]
     q_NGD = (q_BHD.float() * group.spec.scale_for(head_dim)).view(batch * kv_heads, -1, head_dim)
     scores_NGL = soft_capped(torch.bmm(q_NGD, k_NLD.transpose(1, 2)), group.spec.soft_cap)
     scores_NGL.view(batch, -1, length).add_(group.mask_B1L)
@@ -149,7 +153,7 @@ def _decode(q_BHD: Tensor, kv_P2HSD: Tensor, group: DecodeGroup, sinks_H: Tensor
 
 def _prefill(q_QHD: Tensor, kv_P2HSD: Tensor, chunk: Chunk, sinks_H: Tensor | None) -> Tensor:
     (_, heads, head_dim), kv_heads, spec = q_QHD.shape, kv_P2HSD.shape[2], chunk.spec
-    k_HLD, v_HLD = _gather(kv_P2HSD, chunk.blocks).view(2, kv_heads, -1, head_dim)[:, :, : chunk.length]
+    k_HLD, v_HLD = gather(kv_P2HSD, chunk.blocks).view(2, kv_heads, -1, head_dim)[:, :, : chunk.length].to(q_QHD.dtype)
     q_HQD = q_QHD.transpose(0, 1)
     if spec.soft_cap is None and sinks_H is None:
         o_1HQD = F.scaled_dot_product_attention(

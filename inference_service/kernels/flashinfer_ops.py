@@ -12,6 +12,7 @@ import flashinfer.activation
 import flashinfer.decode
 import flashinfer.fused_moe
 import flashinfer.gemm
+import flashinfer.mla
 import flashinfer.norm
 import flashinfer.prefill
 import flashinfer.sampling
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from inference_service.kernels.attention import AttentionSpec
 from inference_service.kernels.custom_op import custom_op, nothing
+from inference_service.kernels.fp8 import E4M3
 from inference_service.kernels.gemm import fits_cute_dsl
 
 TUNE_MAX_TOKENS = 8192
@@ -94,6 +96,40 @@ def cutlass_moe(x_TC: Tensor, gate_up_E2IC: Tensor, down_ECI: Tensor, ids_TK: Te
         output_dtype=x_TC.dtype,
         quant_scales=None,
         output=y_TC,
+        tune_max_num_tokens=TUNE_MAX_TOKENS,
+    )
+    return y_TC
+
+
+@custom_op(lambda x_TK, weight_NK, scales: x_TK.new_empty(len(x_TK), len(weight_NK)))
+def fp8_block_gemm(x_TK: Tensor, weight_NK: Tensor, scales: Tensor) -> Tensor:
+    y_TN = x_TK.new_empty(len(x_TK), len(weight_NK))
+    flashinfer.gemm.fp8_blockscale_gemm_sm90(input=x_TK.contiguous(), weight=weight_NK, weight_scale=scales, out=y_TN)
+    return y_TN
+
+
+@custom_op(lambda x_TC, *rest: torch.empty_like(x_TC))
+def cutlass_moe_fp8(
+    x_TC: Tensor,
+    gate_up_E2IC: Tensor,
+    gate_up_scales: Tensor,
+    down_ECI: Tensor,
+    down_scales: Tensor,
+    ids_TK: Tensor,
+    weights_TK: Tensor,
+) -> Tensor:
+    """The same with weights in FP8, in blocks of 128 x 128."""
+    y_TC = torch.empty_like(x_TC)
+    flashinfer.fused_moe.cutlass_fused_moe(
+        input=x_TC,
+        token_selected_experts=ids_TK,
+        token_final_scales=weights_TK,
+        fc1_expert_weights=gate_up_E2IC,
+        fc2_expert_weights=down_ECI,
+        output_dtype=x_TC.dtype,
+        quant_scales=[gate_up_scales, down_scales],
+        output=y_TC,
+        use_deepseek_fp8_block_scale=True,
         tune_max_num_tokens=TUNE_MAX_TOKENS,
     )
     return y_TC
@@ -193,7 +229,8 @@ def plan_paged(
         sm_scale=spec.scale,
         window_left=-1 if spec.window is None else spec.window - 1,
         logits_soft_cap=spec.soft_cap,
-        q_data_type=kv_P2HSD.dtype,
+        # Beside a cache in FP8, queries are bfloat16, as the support table has it.
+        q_data_type=torch.bfloat16 if kv_P2HSD.dtype == E4M3 else kv_P2HSD.dtype,
         kv_data_type=kv_P2HSD.dtype,
         seq_lens=contexts,
         max_token_per_sequence=longest,
@@ -204,6 +241,100 @@ def plan_paged(
 def paged_attention(q_THD: Tensor, kv_P2HSD: Tensor, number: int, o_THD: Tensor) -> None:
     wrapper = _WRAPPERS[number]
     wrapper.run(q=q_THD, paged_kv_cache=kv_P2HSD, out=o_THD)
+
+
+def make_mla_wrapper(workspace: Tensor, backend: str) -> int:
+    """The number of a new wrapper of FlashInfer's FA2 or FA3 for latents."""
+    _WRAPPERS.append(flashinfer.mla.BatchMLAPagedAttentionWrapper(workspace, backend=backend))
+    return len(_WRAPPERS) - 1
+
+
+def plan_mla(
+    number: int,
+    starts: Tensor,
+    page_starts: Tensor,
+    pages: Tensor,
+    contexts: Tensor,
+    heads: int,
+    latent: int,
+    kv_P11SD: Tensor,
+    scale: float,
+) -> None:
+    """Plan a step of causal attention to latents; indices are int32, and on the host but for `pages`."""
+    mla_wrapper, (_, _, _, page_size, size) = _WRAPPERS[number], kv_P11SD.shape
+    mla_wrapper.plan(
+        qo_indptr=starts,
+        kv_indptr=page_starts,
+        kv_indices=pages,
+        kv_len_arr=contexts,
+        num_heads=heads,
+        head_dim_ckv=latent,
+        head_dim_kpe=size - latent,
+        page_size=page_size,
+        causal=True,
+        sm_scale=scale,
+        q_data_type=kv_P11SD.dtype,
+        kv_data_type=kv_P11SD.dtype,
+    )
+
+
+@custom_op(nothing, mutates=("o_THL",))
+def mla_paged(q_THL: Tensor, q_THR: Tensor, kv_P11SD: Tensor, number: int, o_THL: Tensor) -> None:
+    mla_wrapper, kv_PSD, latent = _WRAPPERS[number], kv_P11SD[:, 0, 0], q_THL.shape[2]
+    mla_wrapper.run(q_nope=q_THL, q_pe=q_THR, ckv_cache=kv_PSD[..., :latent], kpe_cache=kv_PSD[..., latent:], out=o_THL)
+
+
+def make_ragged_wrapper(workspace: Tensor, backend: str) -> int:
+    """The number of a new wrapper of FlashInfer's FA2 or FA3 for keys and values outside of the cache."""
+    _WRAPPERS.append(flashinfer.prefill.BatchPrefillWithRaggedKVCacheWrapper(workspace, kv_layout="NHD", backend=backend))
+    return len(_WRAPPERS) - 1
+
+
+def plan_ragged(
+    number: int, starts: Tensor, context_starts: Tensor, heads: int, head_dim: int, value_dim: int, scale: float, dtype: torch.dtype
+) -> None:
+    """Plan a step of causal attention, each query head with keys and values of its own; indices are int32, and on the host."""
+    ragged_wrapper = _WRAPPERS[number]
+    ragged_wrapper.plan(
+        qo_indptr=starts,
+        kv_indptr=context_starts,
+        num_qo_heads=heads,
+        num_kv_heads=heads,
+        head_dim_qk=head_dim,
+        head_dim_vo=value_dim,
+        causal=True,
+        sm_scale=scale,
+        q_data_type=dtype,
+        kv_data_type=dtype,
+    )
+
+
+@custom_op(nothing, mutates=("o_THV",))
+def ragged_attention(q_THQ: Tensor, k_KHQ: Tensor, v_KHV: Tensor, number: int, o_THV: Tensor) -> None:
+    ragged_wrapper = _WRAPPERS[number]
+    ragged_wrapper.run(q_THQ, k_KHQ, v_KHV, out=o_THV)
+
+
+def _routed(logits_TE: Tensor, bias_E: Tensor, groups: int, top_groups: int, top_k: int, scale: float) -> tuple[Tensor, Tensor]:
+    size = len(logits_TE), top_k
+    return logits_TE.new_empty(size), logits_TE.new_empty(size, dtype=torch.int32)
+
+
+@custom_op(_routed)
+def fused_topk_deepseek(logits_TE: Tensor, bias_E: Tensor, groups: int, top_groups: int, top_k: int, scale: float) -> tuple[Tensor, Tensor]:
+    """weights_TK, which sum to `scale`, and int32 ids_TK. Logits and bias are of one dtype."""
+    weights_TK, ids_TK = _routed(logits_TE, bias_E, groups, top_groups, top_k, scale)
+    flashinfer.fused_moe.fused_topk_deepseek(
+        scores=logits_TE,
+        bias=bias_E,
+        n_group=groups,
+        topk_group=top_groups,
+        topk=top_k,
+        routed_scaling_factor=scale,
+        topk_values=weights_TK,
+        topk_indices=ids_TK,
+    )
+    return weights_TK, ids_TK
 
 
 @custom_op(lambda p_RV, top_k_R: torch.empty_like(p_RV))

@@ -6,6 +6,7 @@ Shapes as in `attention`.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from functools import cache
 from itertools import accumulate
 
@@ -30,11 +31,33 @@ def pinned(values: list[int], device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.int32, pin_memory=device.type == "cuda")
 
 
-class PagedAttention:
-    """Attention of some rows, by FlashInfer's `backend`.
+def flat_pages(pages_RM: Tensor, counts: list[int]) -> Tensor:
+    """The first `counts` pages of each row, one row after the other, in int32."""
+    return torch.cat([pages_M[:count] for pages_M, count in zip(pages_RM.unbind(), counts, strict=True)]).to(torch.int32)
 
-    A plan lies in the wrapper's pinned memory until the device has copied it, hence one wrapper for each step in flight and each spec.
-    """
+
+class WrapperRing:
+    """Wrappers by their numbers. A plan lies in its wrapper's pinned memory until the device has copied it, hence one wrapper for each
+    step in flight and each spec."""
+
+    def __init__(self, make: Callable[[Tensor], int]) -> None:
+        """`make` gives a wrapper that has a workspace."""
+        self._make = make
+        self._rings: dict[AttentionSpec, deque[tuple[int, torch.cuda.Event]]] = {}
+
+    def next(self, device: torch.device, spec: AttentionSpec) -> tuple[int, torch.cuda.Event]:
+        """A wrapper whose plan is no longer needed, and the event to record once a plan's copy is queued."""
+        if spec not in self._rings:
+            wrappers = [self._make(_workspace(device)) for _ in range(IN_FLIGHT)]
+            self._rings[spec] = deque((wrapper, torch.cuda.Event()) for wrapper in wrappers)  # type: ignore[no-untyped-call]
+        ring = self._rings[spec]
+        ring.rotate()
+        ring[0][1].synchronize()
+        return ring[0]
+
+
+class PagedAttention:
+    """Attention of some rows, by FlashInfer's `backend`."""
 
     backend: str
 
@@ -42,7 +65,7 @@ class PagedAttention:
         from inference_service.kernels import flashinfer_ops
 
         self._ops = flashinfer_ops
-        self._wrappers: dict[AttentionSpec, deque[tuple[int, torch.cuda.Event]]] = {}
+        self._ring = WrapperRing(lambda workspace: flashinfer_ops.make_wrapper(workspace, self.backend))
 
     def _rows(self, layout: StepLayout) -> slice:
         raise NotImplementedError
@@ -53,12 +76,12 @@ class PagedAttention:
         rows = self._rows(layout)
         lengths, contexts = layout.lengths[rows], layout.contexts[rows]
         pages = [-(-context // page_size) for context in contexts]
-        wrapper, copied = self._next(device, spec)
+        wrapper, copied = self._ring.next(device, spec)
         self._ops.plan_paged(
             wrapper,
             pinned([0, *accumulate(lengths)], device),
             pinned([0, *accumulate(pages)], device),
-            torch.cat([pages_M[:count] for pages_M, count in zip(layout.pages_RM[rows].unbind(), pages, strict=True)]).to(torch.int32),
+            flat_pages(layout.pages_RM[rows], pages),
             pinned([(context - 1) % page_size + 1 for context in contexts], device),
             pinned(contexts, device),
             max(lengths),
@@ -72,15 +95,6 @@ class PagedAttention:
     def __call__(self, q_THD: Tensor, kv_P2HSD: Tensor, plan: int, o_THD: Tensor, sinks_H: Tensor | None = None) -> None:
         assert sinks_H is None
         self._ops.paged_attention(q_THD, kv_P2HSD, plan, o_THD)
-
-    def _next(self, device: torch.device, spec: AttentionSpec) -> tuple[int, torch.cuda.Event]:
-        if spec not in self._wrappers:
-            wrappers = [self._ops.make_wrapper(_workspace(device), self.backend) for _ in range(IN_FLIGHT)]
-            self._wrappers[spec] = deque((wrapper, torch.cuda.Event()) for wrapper in wrappers)  # type: ignore[no-untyped-call]
-        ring = self._wrappers[spec]
-        ring.rotate()
-        ring[0][1].synchronize()
-        return ring[0]
 
 
 class Fa2Decode(PagedAttention):

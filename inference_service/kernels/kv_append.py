@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from inference_service.kernels.attention import StepLayout
+from inference_service.kernels.fp8 import E4M3, as_bytes, saturated
 from inference_service.kernels.rope import rotate, rotations
 
 
@@ -56,7 +57,9 @@ class TorchKvAppend:
         page_T = layout.pages_RM[layout.row_T, layout.positions_T // page_size]
         blocks_T2H = page_T.view(-1, 1, 1) * (2 * heads) + block_2H
         append_T2H = blocks_T2H * page_size + (layout.positions_T % page_size).view(-1, 1, 1)
-        return TorchAppendPlan(rotations(table_PD, layout.positions_T, kv_P2HSD.dtype), append_T2H)
+        # A cache in FP8 does not tell the model's dtype.
+        dtype = torch.float32 if kv_P2HSD.dtype == E4M3 else kv_P2HSD.dtype
+        return TorchAppendPlan(rotations(table_PD, layout.positions_T, dtype), append_T2H)
 
     def __call__(self, qkv_TND: Tensor, norms: HeadNorms | None, kv_P2HSD: Tensor, plan: TorchAppendPlan) -> Tensor:
         tokens, _, head_dim = qkv_TND.shape
@@ -66,8 +69,11 @@ class TorchKvAppend:
             k_THD = kv_TND[:, :kv_heads]
             q_THD.copy_(F.rms_norm(q_THD.to(norms.q_D.dtype), norms.q_D.shape, norms.q_D, norms.eps))
             k_THD.copy_(F.rms_norm(k_THD.to(norms.k_D.dtype), norms.k_D.shape, norms.k_D, norms.eps))
-        rotate(qk_TND, plan.rotations)
-        kv_P2HSD.view(-1, head_dim).index_put_((plan.append_T2H,), kv_TND.view(tokens, 2, kv_heads, head_dim))
+        rotate(qk_TND, plan.rotations.to(qk_TND.dtype))
+        kv_T2HD = kv_TND.view(tokens, 2, kv_heads, head_dim)
+        if kv_P2HSD.dtype == E4M3:
+            kv_T2HD = saturated(kv_T2HD)
+        as_bytes(kv_P2HSD).view(-1, head_dim).index_put_((plan.append_T2H,), as_bytes(kv_T2HD))
         return q_THD
 
 

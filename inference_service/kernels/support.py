@@ -5,8 +5,7 @@ A capability is looked up here, never found out by trying. Rows of an operator s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from inference_service.kernels import (
     flashinfer_fmha_v2,
     flashinfer_moe,
     flashinfer_paged,
+    flashinfer_pod,
     flashinfer_sampling,
     flashinfer_xqa,
     gemm,
@@ -28,85 +28,64 @@ from inference_service.kernels import (
     sampling,
     small_gemm,
 )
-from inference_service.kernels.versions import CUDA_OF_FLASHINFER, at_least
+from inference_service.kernels.support_fp8 import FP8_ROWS
+from inference_service.kernels.support_latent import GROUPED_ROUTING_ROWS, INPUT_ROUTING_ROWS, LATENT_ROWS
+from inference_service.kernels.support_row import (
+    ANY,
+    BEFORE_E4M3,
+    CLAMPED_EXPERTS,
+    CPUS,
+    CUTLASS_MOE,
+    FLASHINFER,
+    FLOATS,
+    FP8_CACHE,
+    FP8_WEIGHTS,
+    GEN,
+    GPUS,
+    HALVES,
+    INPUT_WEIGHTS,
+    NO_CUTLASS_MOE,
+    NO_E4M3,
+    NO_GPU,
+    NO_GPU_80,
+    NO_HALF,
+    NO_TRITON,
+    SINKS,
+    SOFT_CAP,
+    TRITON,
+    UNEVEN_HIDDEN,
+    WINDOW,
+    Row,
+    Setting,
+    absent,
+    dtype_name,
+)
 
-FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
-HALVES = frozenset({torch.bfloat16, torch.float16})
-GPUS = frozenset({"sm_75", "sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "sm_100", "sm_103", "sm_110", "sm_120", "sm_121"})
-CPUS = frozenset({"x86_64", "aarch64", "arm64"})
-ANY = GPUS | CPUS
-FLASHINFER = {"flashinfer": "0.6.13"}
-TRITON = {"triton": "3.6"}
+__all__ = [
+    "ANY",
+    "CLAMPED_EXPERTS",
+    "CPUS",
+    "FLOATS",
+    "FP8_CACHE",
+    "FP8_WEIGHTS",
+    "INPUT_WEIGHTS",
+    "SINKS",
+    "SOFT_CAP",
+    "TABLE",
+    "UNEVEN_HIDDEN",
+    "WINDOW",
+    "Row",
+    "Setting",
+    "dtype_name",
+    "rows",
+]
 
 
-@dataclass(frozen=True)
-class Setting:
-    """Where a backend would run, and for which model."""
-
-    architecture: str
-    dtype: torch.dtype
-    head_dim: int
-    group: int
-    """Query heads that share a KV head."""
-    page_size: int
-    versions: Mapping[str, str] = field(default_factory=dict)
-    """Of flashinfer, triton and cuda, as far as they are there."""
-    features: frozenset[str] = frozenset()
-    """What some layer of the model needs beyond the plain decoder: WINDOW and the like."""
-
-
-WINDOW, SOFT_CAP, SINKS = "sliding windows", "attention soft caps", "attention sinks"
-CLAMPED_EXPERTS = "experts with biases and clamped SwiGLU"
-
-
-def _unlimited(setting: Setting) -> str:
-    return ""
-
-
-@dataclass(frozen=True)
-class Row:
-    """One backend of one operator."""
-
-    operator: str
-    backend: str
-    make: Callable[[], Any]
-    """Gives what implements the operator's protocol."""
-    architectures: frozenset[str] = ANY
-    dtypes: frozenset[torch.dtype] = FLOATS
-    elsewhere: str = ""
-    """Why other architectures are a no."""
-    otherwise: str = ""
-    """Why other dtypes are a no."""
-    limit: Callable[[Setting], str] = _unlimited
-    """Why the model's shape, or a pair of architecture and dtype, is a no; empty where it is not."""
-    lacks: frozenset[str] = frozenset()
-    """The features of models that it cannot do."""
-    requires: Mapping[str, str] = field(default_factory=dict)
-    """The lowest version of each package beyond torch that it was tried with."""
-    graph: bool = True
-    """Whether a CUDA graph can hold it: it reads what changes from step to step on the device, and leaves padded rows alone."""
-
-    def needs(self, architecture: str) -> dict[str, str]:
-        """`requires`, and the CUDA version from which FlashInfer compiles for an architecture."""
-        cuda = CUDA_OF_FLASHINFER.get(architecture) if "flashinfer" in self.requires else None
-        return dict(self.requires) | ({"cuda": cuda} if cuda else {})
-
-    def refusal(self, setting: Setting) -> str:
-        """Why it cannot run there; empty where it can."""
-        name, where = f"{self.operator} by {self.backend}", setting.architecture
-        if where not in self.architectures:
-            return f"{name} does not run on {where}: {self.elsewhere or 'untried'}"
-        if setting.dtype not in self.dtypes:
-            return f"{name} does not run in {dtype_name(setting.dtype)}: {self.otherwise or 'untried'}"
-        if lacking := sorted(self.lacks & setting.features):
-            return f"{name} has no {', no '.join(lacking)}"
-        if limit := self.limit(setting):
-            return f"{name} {limit}"
-        for package, lowest in self.needs(where).items():
-            found = setting.versions.get(package)
-            if found is None or not at_least(found, lowest):
-                return f"{name} needs {package} {lowest} or newer{f', not {found}' if found else ', which is not there'}"
+def _cache(setting: Setting) -> str:
+    """What a cache in FP8 asks for."""
+    if FP8_CACHE not in setting.features:
         return ""
+    return f"has no caches in FP8 on {setting.architecture}: {NO_E4M3}" if setting.architecture in BEFORE_E4M3 else ""
 
 
 def _xqa(setting: Setting) -> str:
@@ -120,6 +99,8 @@ def _xqa(setting: Setting) -> str:
 def _fa2(setting: Setting) -> str:
     if setting.architecture == "sm_75" and setting.dtype == torch.bfloat16:
         return "does not run on sm_75 in bfloat16: its tensor cores have none"
+    if FP8_CACHE in setting.features and setting.dtype != torch.bfloat16:
+        return "has caches in FP8 beside bfloat16 alone"
     return _heads_of_64(setting)
 
 
@@ -135,25 +116,31 @@ def _heads_of_64(setting: Setting) -> str:
 
 def _power_of_two(setting: Setting) -> str:
     even = setting.head_dim >= 32 and setting.head_dim & (setting.head_dim - 1) == 0
-    return "" if even else f"takes a head dim that is a power of two from 32 up, not {setting.head_dim}"
+    return _cache(setting) if even else f"takes a head dim that is a power of two from 32 up, not {setting.head_dim}"
 
 
 def _paged(setting: Setting) -> str:
     if setting.head_dim not in (64, 128):
         return f"takes a head dim of 64 or 128, not {setting.head_dim}"
-    return f"takes at most 16 query heads a KV head, not {setting.group}" if setting.group > 16 else ""
+    return f"takes at most 16 query heads a KV head, not {setting.group}" if setting.group > 16 else _cache(setting)
 
 
-def _absent() -> Any:
-    raise NotImplementedError("the table refuses this backend everywhere")
+def _fused(backend: str, make: Callable[[], Any]) -> Row:
+    """Decodes and chunks in one launch, in steps that run eagerly; other steps are split."""
+    return Row(
+        "attention_mixed",
+        backend,
+        make,
+        architectures=GPUS - {"sm_75"},
+        dtypes=HALVES,
+        elsewhere=NO_GPU_80,
+        otherwise=NO_HALF,
+        limit=_heads_of_64,
+        lacks=frozenset({WINDOW, SOFT_CAP, SINKS, FP8_CACHE}),
+        requires=FLASHINFER,
+        graph=False,
+    )
 
-
-NO_HALF = "its kernels are for bfloat16 and float16"
-NO_GPU = "FlashInfer's kernels run on GPUs from sm_75 up"
-NO_TRITON = "Triton compiles for GPUs from sm_80 up"
-CUTLASS_MOE = frozenset({"sm_89", "sm_90", "sm_100", "sm_103", "sm_110", "sm_120", "sm_121"})
-NO_CUTLASS_MOE = "FlashInfer compiles CUTLASS's fused MoE for GPUs from sm_89 up"
-GEN = "not implemented here; FlashInfer has it for sm_100 and sm_103, as binaries that are downloaded"
 
 TABLE: tuple[Row, ...] = (
     Row(
@@ -193,7 +180,7 @@ TABLE: tuple[Row, ...] = (
         graph=False,
     ),
     Row("attention_decode", "torch", attention_torch.TorchDecode, graph=False),
-    Row("attention_decode", "trtllm-gen", _absent, architectures=frozenset(), elsewhere=GEN),
+    Row("attention_decode", "trtllm-gen", absent, architectures=frozenset(), elsewhere=GEN),
     Row(
         "attention_prefill",
         "fa3",
@@ -203,7 +190,7 @@ TABLE: tuple[Row, ...] = (
         elsewhere="FA3 is written for Hopper's instructions, which sm_90 alone has",
         otherwise=NO_HALF,
         limit=_heads_of_64,
-        lacks=frozenset({WINDOW, SOFT_CAP, SINKS}),
+        lacks=frozenset({WINDOW, SOFT_CAP, SINKS, FP8_CACHE}),
         requires=FLASHINFER,
         graph=False,
     ),
@@ -229,7 +216,7 @@ TABLE: tuple[Row, ...] = (
         elsewhere="FlashInfer compiles TensorRT-LLM's FMHA v2 for sm_90, sm_120 and sm_121",
         otherwise=NO_HALF,
         limit=_fmha_v2,
-        lacks=frozenset({WINDOW, SOFT_CAP, SINKS}),
+        lacks=frozenset({WINDOW, SOFT_CAP, SINKS, FP8_CACHE}),
         requires=FLASHINFER,
         graph=False,
     ),
@@ -245,7 +232,7 @@ TABLE: tuple[Row, ...] = (
         requires=TRITON,
     ),
     Row("attention_prefill", "torch", attention_torch.TorchPrefill, graph=False),
-    Row("attention_prefill", "trtllm-gen", _absent, architectures=frozenset(), elsewhere=GEN),
+    Row("attention_prefill", "trtllm-gen", absent, architectures=frozenset(), elsewhere=GEN),
     Row(
         "attention_mixed",
         "triton",
@@ -258,6 +245,9 @@ TABLE: tuple[Row, ...] = (
         requires=TRITON,
     ),
     Row("attention_mixed", "torch", attention_mixed.TorchPagedAttention, graph=False),
+    _fused("batch_pod", flashinfer_pod.BatchPod),
+    _fused("pod", flashinfer_pod.Pod),
+    _fused("batch_attention", flashinfer_pod.HolisticAttention),
     Row(
         "kv_append",
         "triton",
@@ -387,14 +377,13 @@ TABLE: tuple[Row, ...] = (
         requires=FLASHINFER | TRITON,
     ),
     Row("sampling", "torch", sampling.TorchSampling, graph=False),
+    *LATENT_ROWS,
+    *GROUPED_ROUTING_ROWS,
+    *INPUT_ROUTING_ROWS,
+    *FP8_ROWS,
 )
 
 
 def rows(operator: str) -> list[Row]:
     """An operator's backends, the preferred one first."""
     return [row for row in TABLE if row.operator == operator]
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """bfloat16 and the like, as configurations write it."""
-    return str(dtype).removeprefix("torch.")

@@ -73,6 +73,8 @@ def _append(
         # Keys and values of a page follow each other as they do in QKV.
         block = page * (2 * KV_HEADS) + head - HEADS
         slot = kv_P2HSD + (block * PAGE_SIZE + position % PAGE_SIZE) * (2 * HALF) + dim
+        if kv_P2HSD.dtype.element_ty == tl.float8e4nv:
+            low, high = tl.clamp(low, -448.0, 448.0), tl.clamp(high, -448.0, 448.0)
         tl.store(slot, low, mask=exists & (head >= HEADS))
         tl.store(slot + HALF, high, mask=exists & (head >= HEADS))
 

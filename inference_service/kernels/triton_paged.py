@@ -100,8 +100,8 @@ def _attend(
             keys = keys[:, None]
             offset = (at % PAGE_SIZE)[:, None] * HEAD_DIM + dim
         # What lies beyond the context may be anything, even NaN.
-        k = tl.load(keys + offset, mask=visible[:, None], other=0.0)
-        v = tl.load(keys + KV_HEADS * PAGE_SIZE * HEAD_DIM + offset, mask=visible[:, None], other=0.0)
+        k = tl.load(keys + offset, mask=visible[:, None], other=0.0).to(q.dtype)
+        v = tl.load(keys + KV_HEADS * PAGE_SIZE * HEAD_DIM + offset, mask=visible[:, None], other=0.0).to(q.dtype)
         scores = tl.dot(q, tl.trans(k)) * scale
         if SOFT_CAP > 0:
             scores = SOFT_CAP - 2 * SOFT_CAP / (tl.exp2(scores * (2 * 1.4426950408889634 / SOFT_CAP)) + 1)

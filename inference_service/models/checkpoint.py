@@ -11,7 +11,10 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from inference_service.kernels.fp8 import E4M3, BlockFp8, blocks, quantize
 from inference_service.models.config_json import ModelError
+from inference_service.models.fp8 import SCALES as FP8_SCALES
+from inference_service.models.fp8 import in_fp8
 from inference_service.models.mxfp4 import dequantize_into, plain_shape
 
 INDEX = "model.safetensors.index.json"
@@ -25,6 +28,8 @@ BLOCKS, SCALES = "_blocks", "_scales"
 """Endings of the two tensors that stand for one in MXFP4."""
 PACKED = {"U8": 1}
 """Their dtype, and its bytes."""
+FP8 = {"F8_E4M3": 1}
+"""The dtype of values that have scales in blocks, and its bytes."""
 
 
 @dataclass(frozen=True)
@@ -37,20 +42,31 @@ class Entry:
     end: int
     """Of its bytes, counted from the header's end."""
     scales: Path | None = None
-    """The file of its scales, if it is in MXFP4."""
+    """The file of its scales, if it is in MXFP4 or FP8."""
 
 
-def load_checkpoint(model_dir: Path, weights: dict[str, Tensor], tied_embeddings: bool = False) -> None:
-    """Copy every tensor of the checkpoint into its place in `weights`, converting the dtype.
+def load_checkpoint(
+    model_dir: Path,
+    weights: dict[str, Tensor],
+    tied_embeddings: bool = False,
+    unused: tuple[str, ...] = (),
+    to_fp8: bool = False,
+) -> None:
+    """Copy every tensor of the checkpoint into its place in `weights`, converting the dtype. `unused`: beginnings of the names of those
+    that are passed over. `to_fp8`: matrices of layers are rounded to FP8 on the way, even where their place is for plain ones.
 
     Raises ModelError, which names file and tensor, for a missing, unexpected, misshapen or cut-off tensor and for one that is not of
     floating-point numbers, before anything is copied.
     """
-    entries = _join_mxfp4(_read_entries(model_dir))
-    unwanted = {name for name in entries if name.endswith(IGNORED) or (tied_embeddings and name == "lm_head.weight")}
-    _check({name: entry for name, entry in entries.items() if name not in unwanted}, weights, model_dir)
+    entries = _join_fp8(_join_mxfp4(_read_entries(model_dir)))
+    unwanted = {name for name in entries if name.endswith(IGNORED) or name.startswith(unused)}
+    unwanted |= {"lm_head.weight"} if tied_embeddings else set()
+    entries = {name: entry for name, entry in entries.items() if name not in unwanted}
+    _check(entries, weights, model_dir)
+    if not to_fp8:
+        _check_kept(entries, weights)
     for file in sorted({entry.file for entry in entries.values()}):
-        _copy(file, {name: entry for name, entry in entries.items() if entry.file == file and name not in unwanted}, weights)
+        _copy(file, {name: entry for name, entry in entries.items() if entry.file == file}, weights, to_fp8)
 
 
 def _join_mxfp4(entries: dict[str, Entry]) -> dict[str, Entry]:
@@ -69,22 +85,58 @@ def _join_mxfp4(entries: dict[str, Entry]) -> dict[str, Entry]:
     return joined
 
 
-def _copy(file: Path, entries: dict[str, Entry], weights: dict[str, Tensor]) -> None:
+def _join_fp8(entries: dict[str, Entry]) -> dict[str, Entry]:
+    """Each matrix in FP8 with the file of its scales."""
+    joined = dict(entries)
+    for name in [name for name, entry in entries.items() if entry.dtype in FP8 and name + FP8_SCALES in entries]:
+        scales = joined.pop(name + FP8_SCALES)
+        _check_dtype(scales, name + FP8_SCALES, FLOATS)
+        if scales.shape != (fitting := tuple(map(blocks, entries[name].shape))):
+            raise ModelError(f"{scales.file}: {name + FP8_SCALES} has shape {scales.shape}, but {name} has {fitting} blocks of 128 x 128")
+        joined[name] = replace(entries[name], scales=scales.file)
+    return joined
+
+
+def _check_kept(entries: dict[str, Entry], weights: dict[str, Tensor]) -> None:
+    for name, entry in entries.items():
+        if weights[name].dtype == E4M3 and entry.dtype not in FP8:
+            wanted = "with kernels.gemm_fp8 and kernels.moe_fp8 dequantized it can be loaded"
+            raise ModelError(f"{entry.file}: {name} has dtype {entry.dtype}, though config.json's quantization_config is fp8: {wanted}")
+
+
+def _copy(file: Path, entries: dict[str, Entry], weights: dict[str, Tensor], to_fp8: bool) -> None:
     name = ""
     try:
         with safe_open(file, framework="pt") as tensors:
             for name, entry in entries.items():
                 if entry.scales is None:
-                    weights[name].copy_(tensors.get_tensor(name))
-                else:
-                    with safe_open(entry.scales, framework="pt") as others:
+                    tensor = tensors.get_tensor(name)
+                    if to_fp8 and in_fp8(name):
+                        _place_fp8(name, quantize(tensor.to(weights[name].device)), weights)
+                    else:
+                        weights[name].copy_(tensor)
+                    continue
+                with safe_open(entry.scales, framework="pt") as others:
+                    if entry.dtype in FP8:
+                        _place_fp8(name, BlockFp8(tensors.get_tensor(name), others.get_tensor(name + FP8_SCALES).float()), weights)
+                    else:
                         dequantize_into(weights[name], tensors.get_tensor(name + BLOCKS), others.get_tensor(name + SCALES))
     except (SafetensorError, OSError) as error:
         raise ModelError(f"{file}: {name or 'cannot be opened'}: {error}") from None
 
 
+def _place_fp8(name: str, matrix: BlockFp8, weights: dict[str, Tensor]) -> None:
+    """As it is, or made plain where its place is for that."""
+    place = weights[name]
+    if place.dtype == E4M3:
+        place.copy_(matrix.values)
+        weights[name + FP8_SCALES].copy_(matrix.scales)
+    else:
+        place.copy_(BlockFp8(matrix.values.to(place.device), matrix.scales.to(place.device)).dequantize(place.dtype))
+
+
 def _check(entries: dict[str, Entry], weights: dict[str, Tensor], model_dir: Path) -> None:
-    if missing := sorted(weights.keys() - entries.keys()):
+    if missing := sorted(name for name in weights.keys() - entries.keys() if not name.endswith(FP8_SCALES)):
         raise ModelError(f"{model_dir}: no file holds {_listed(missing)}")
     if unexpected := sorted(entries.keys() - weights.keys()):
         raise ModelError(f"{entries[unexpected[0]].file}: holds {_listed(unexpected)}, which config.json's architecture does not have")
@@ -153,7 +205,7 @@ def _read_entry(file: Path, name: str, tensor: Any) -> Entry:
         entry = Entry(file, str(tensor["dtype"]), tuple(map(int, tensor["shape"])), end)
     except (LookupError, TypeError, ValueError):
         raise ModelError(f"{file}: {name}: its dtype, shape and data_offsets cannot be read") from None
-    size = (FLOATS | PACKED).get(entry.dtype)
+    size = (FLOATS | PACKED | FP8).get(entry.dtype)
     if size and math.prod(entry.shape) * size != end - begin:
         raise ModelError(f"{file}: {name} has {end - begin} bytes, which are not {entry.shape} in {entry.dtype}")
     return entry

@@ -9,7 +9,10 @@ from typing import Any
 import torch
 
 from inference_service.kernels.attention import PLAIN, AttentionSpec
+from inference_service.kernels.grouped_routing import GroupedSpec
+from inference_service.kernels.mla import LatentShape
 from inference_service.models.config_json import ModelError
+from inference_service.models.fp8 import read_fp8
 from inference_service.models.rotary import RopeConfig, read_rope
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -41,12 +44,27 @@ class MoeConfig:
     """Which layers are sparse; the others are dense."""
     shared_size: int = 0
     """Intermediate size of the expert that every token goes to, weighted by a gate of its own; 0: there is none."""
+    shared_gated: bool = True
+    """False: that expert's output is added as it is."""
     clamped: tuple[float, float] | None = None
     """Alpha and limit of clamped SwiGLU, with biases. None: plain SwiGLU, without."""
+    grouped: GroupedSpec | None = None
+    """How the router chooses, where that is not a softmax over all experts."""
 
     def __post_init__(self) -> None:
         if self.top_k > self.experts:
             raise ModelError(f"num_experts_per_tok {self.top_k} is more than the number of experts, {self.experts}")
+
+
+@dataclass(frozen=True)
+class MlaConfig:
+    """Multi-head latent attention."""
+
+    sizes: LatentShape
+    query_rank: int | None
+    """Size of what queries are made from; None: from the hidden state itself."""
+    interleaved: bool
+    """Whether the checkpoint has the two of each rotated pair side by side, and not half of the rotated dimensions apart."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +113,23 @@ class ModelConfig:
     sliding_rope: RopeConfig | None = None
     """Where it is not that of the others."""
     moe: MoeConfig | None = None
+    mla: MlaConfig | None = None
+    """With it `kv_heads` is 1, and `head_dim` that of queries."""
+    fp8: bool = False
+    """Whether weights of layers are in FP8."""
+    unused: tuple[str, ...] = ()
+    """Beginnings of the names of tensors that a checkpoint may hold for what is not computed."""
+
+    @property
+    def rotary_dim(self) -> int:
+        """The size of what `rope` rotates, or a part of it."""
+        return self.mla.sizes.rope if self.mla else self.head_dim
+
+    def page_shape(self, page_size: int) -> tuple[int, int, int, int]:
+        """Of a page in a layer: keys and values, or latents with their rotated keys."""
+        if self.mla:
+            return 1, 1, page_size, self.mla.sizes.latent + self.mla.sizes.rope
+        return 2, self.kv_heads, page_size, self.head_dim
 
     def attention_of(self, layer: int) -> tuple[AttentionSpec, RopeConfig]:
         """How a layer attends. A window that no context can leave is none."""
@@ -140,6 +175,7 @@ def common_fields(raw: dict[str, Any], activation: str = "silu", partial_rotary:
         "output_bias": bool(raw.get("attention_bias", False)),
         "mlp_bias": bool(raw.get("mlp_bias", False)),
         "activation": activation,
+        "fp8": read_fp8(raw),
     }
 
 
@@ -159,8 +195,6 @@ def moe_fields(raw: dict[str, Any], layers: int) -> MoeConfig:
 
 def _refuse(raw: dict[str, Any], activation: str) -> None:
     """What would change the results, and is not implemented, is an error rather than a wrong answer."""
-    if raw.get("quantization_config"):
-        raise ModelError("quantization_config: quantized checkpoints are not supported")
     key = "hidden_activation" if raw.get("hidden_activation") else "hidden_act"
     if raw.get(key, activation) != activation:
         raise ModelError(f"{key} {raw[key]!r} is not supported; supported is {activation}")

@@ -13,10 +13,15 @@ import torch
 from torch import Tensor
 
 from inference_service.kernels.attention import StepLayout
-from inference_service.kernels.attention_mixed import StepAttention
 from inference_service.kernels.attention_torch import soft_capped
+from inference_service.kernels.kv_append import KvAppend
+from inference_service.kernels.mla_append import MlaAppend
+from inference_service.kernels.selection import MlaOperators, Operators
+from inference_service.models.build import Build
 from inference_service.models.config import ModelConfig
-from inference_service.models.layers import Attention, Build, Linear, Mlp, RmsNorm, SparseMlp, StepContext, prefixed
+from inference_service.models.layers import Attention, Mlp, RmsNorm, SparseMlp, StepContext, prefixed
+from inference_service.models.linear import Linear
+from inference_service.models.mla import MlaAttention
 from inference_service.models.rotary import rotary_table
 
 
@@ -24,7 +29,8 @@ class DecoderLayer:
     """One layer. `kind` is the index of the way in which it attends."""
 
     def __init__(self, build: Build, config: ModelConfig, mlp: Mlp, kind: int) -> None:
-        self.attention, self.mlp, self.kind = Attention(build, config), mlp, kind
+        self.attention: Attention | MlaAttention = MlaAttention(build, config, config.mla) if config.mla else Attention(build, config)
+        self.mlp, self.kind = mlp, kind
         self.before_attention, self.after_attention, self.before_mlp, self.after_mlp = (
             RmsNorm(build, config, name) if name else None for name in astuple(config.norms)
         )
@@ -67,7 +73,7 @@ class Decoder:
         self.head = Linear(build, {"lm_head": 0 if config.tied_embeddings else config.vocab_size}, config.hidden_size)
         if config.tied_embeddings:
             self.head.weight = self.embedding_VC
-        self.rotary_PD = {rope: rotary_table(rope, config.head_dim, config.max_context, build.device) for _, rope in self.kinds}
+        self.rotary_PD = {rope: rotary_table(rope, config.rotary_dim, config.max_context, build.device) for _, rope in self.kinds}
         # Rounded as the embedding is.
         self.embedding_scale = torch.tensor(config.embedding_scale, dtype=build.dtype).item()
 
@@ -110,7 +116,7 @@ class Decoder:
 
     def hidden(self, token_ids_T: Tensor, layout: StepLayout, caches: list[Tensor], logits_R: Tensor | None, mixed: bool = False) -> Tensor:
         """The same up to the head's input, hidden_RC."""
-        steps = self._plan(layout, caches[0], self.operators.attention_mixed if mixed else self.operators.attention)
+        steps = self._plan(layout, caches[0], mixed)
         residual_TC = self.embedding_VC.index_select(0, token_ids_T)
         if self.embedding_scale != 1.0:
             residual_TC.mul_(self.embedding_scale)
@@ -124,11 +130,14 @@ class Decoder:
             x_TC, residual_TC = x_TC.index_select(0, logits_R), residual_TC.index_select(0, logits_R)
         return self.norm.add(x_TC, residual_TC)
 
-    def _plan(self, layout: StepLayout, kv_P2HSD: Tensor, attention: StepAttention) -> list[StepContext]:
+    def _plan(self, layout: StepLayout, kv_P2HSD: Tensor, mixed: bool) -> list[StepContext]:
         """A step's plans for each way to attend."""
-        kv_append, heads = self.operators.kv_append, self.config.heads
-        appends = {rope: kv_append.plan(layout, kv_P2HSD, table_PD) for rope, table_PD in self.rotary_PD.items()}
-        return [StepContext(appends[rope], attention, attention.plan(layout, kv_P2HSD, heads, spec)) for spec, rope in self.kinds]
+        operators, heads = self.operators, self.config.heads
+        append: KvAppend | MlaAppend = operators.mla.append if self.config.mla else operators.kv_append
+        appends = {rope: append.plan(layout, kv_P2HSD, table_PD) for rope, table_PD in self.rotary_PD.items()}
+        kinds: Operators | MlaOperators = operators.mla if self.config.mla else operators
+        attention = kinds.attention_mixed if mixed else kinds.attention
+        return [StepContext(appends[rope], mixed, attention.plan(layout, kv_P2HSD, heads, spec)) for spec, rope in self.kinds]
 
     def take_chosen_experts(self) -> list[Tensor]:
         """ids_TK of each layer with experts, as the last `forward` chose them; they are forgotten here."""
@@ -138,11 +147,11 @@ class Decoder:
             mlp.chosen_TK = None
         return chosen
 
-    def new_cache(self, pages: int, page_size: int, device: torch.device) -> list[Tensor]:
-        """An empty cache, kv_P2HSD a layer. Zeroed, since not every kernel passes over what lies beyond a context: some multiply it by
-        0, and it must be finite."""
-        shape = (pages, 2, self.config.kv_heads, page_size, self.config.head_dim)
-        return [torch.zeros(shape, dtype=self.dtype, device=device) for _ in self.layers]
+    def new_cache(self, pages: int, page_size: int, device: torch.device, dtype: torch.dtype | None = None) -> list[Tensor]:
+        """An empty cache, kv_P2HSD a layer, of the model's dtype where none is given. Zeroed, since not every kernel passes over what lies
+        beyond a context: some multiply it by 0, and it must be finite."""
+        shape = pages, *self.config.page_shape(page_size)
+        return [torch.zeros(shape, dtype=dtype or self.dtype, device=device) for _ in self.layers]
 
 
 def _add(x_TC: Tensor | None, residual_TC: Tensor, norm: RmsNorm | None) -> Tensor:

@@ -5,11 +5,25 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Protocol
 
-from inference_service.models import gemma2, gemma3, gpt_oss, llama, mixtral, olmo2, phi3, qwen2, qwen2_moe, qwen3, qwen3_moe
+from inference_service.models import (
+    deepseek_v2,
+    deepseek_v3,
+    gemma2,
+    gemma3,
+    gpt_oss,
+    llama,
+    mixtral,
+    olmo2,
+    phi3,
+    qwen2,
+    qwen2_moe,
+    qwen3,
+    qwen3_moe,
+)
+from inference_service.models.build import Build
 from inference_service.models.config import ModelConfig
 from inference_service.models.config_json import ModelError, read_json
 from inference_service.models.decoder import Decoder
-from inference_service.models.layers import Build
 
 
 class Family(Protocol):
@@ -21,6 +35,8 @@ class Family(Protocol):
 
 
 FAMILIES: dict[str, Family] = {
+    "DeepseekV2ForCausalLM": deepseek_v2,
+    "DeepseekV3ForCausalLM": deepseek_v3,
     "Gemma2ForCausalLM": gemma2,
     "Gemma3ForCausalLM": gemma3,
     "GptOssForCausalLM": gpt_oss,

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from inference_service.kernels.attention import AttentionSpec
+from inference_service.models.build import Build
 from inference_service.models.config import LayerNorms, ModelConfig, common_fields, integer, sliding_layers
 from inference_service.models.decoder import Decoder
-from inference_service.models.layers import Build, dense_mlps
+from inference_service.models.layers import dense_mlps
 
 NORMS = LayerNorms("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
 

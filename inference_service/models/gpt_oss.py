@@ -7,10 +7,11 @@ from typing import Any
 from torch import Tensor
 
 from inference_service.kernels.moe import ClampedSwiglu
+from inference_service.models.build import Build
 from inference_service.models.config import ModelConfig, MoeConfig, common_fields, integer, sliding_layers
 from inference_service.models.config_json import ModelError
 from inference_service.models.decoder import Decoder
-from inference_service.models.layers import Build, Linear
+from inference_service.models.linear import Linear
 
 ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
 

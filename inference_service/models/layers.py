@@ -13,30 +13,20 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from inference_service.kernels.attention_mixed import StepAttention
 from inference_service.kernels.kv_append import HeadNorms
-from inference_service.kernels.selection import Operators
+from inference_service.models.build import Build
 from inference_service.models.config import ModelConfig, MoeConfig
-
-
-@dataclass(frozen=True)
-class Build:
-    """With what a model is built."""
-
-    operators: Operators
-    dtype: torch.dtype
-    device: torch.device
-
-    def empty(self, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=self.dtype, device=self.device)
+from inference_service.models.experts import experts
+from inference_service.models.linear import Linear, linear
 
 
 @dataclass(frozen=True)
 class StepContext:
-    """What the layers of one step share that attend alike: the operators' plans, and by what it attends."""
+    """What the layers of one step share that attend alike: the operators' plans, and by which operator it attends."""
 
     kv_append: Any
-    attention: StepAttention
+    mixed: bool
+    """Whether it attends by the one kernel for whole steps."""
     attention_plan: Any
 
 
@@ -56,31 +46,6 @@ class Mlp(Part, Protocol):
     """What follows attention in a layer."""
 
     def __call__(self, x_TC: Tensor) -> Tensor: ...
-
-
-class Linear:
-    """One product for all matrices of the checkpoint that read the same input, stacked in the order of `outputs`."""
-
-    def __init__(self, build: Build, outputs: dict[str, int], inputs: int, bias: bool = False) -> None:
-        self.gemm = build.operators.gemm
-        self.outputs = outputs
-        self.weight = build.empty(sum(outputs.values()), inputs)
-        self.bias = build.empty(sum(outputs.values())) if bias else None
-
-    def weights(self) -> dict[str, Tensor]:
-        views, first = {}, 0
-        for name, size in self.outputs.items():
-            views[f"{name}.weight"] = self.weight[first : first + size]
-            if self.bias is not None:
-                views[f"{name}.bias"] = self.bias[first : first + size]
-            first += size
-        return views
-
-    def pack(self) -> None:
-        self.weight = self.gemm.pack(self.weight)
-
-    def __call__(self, x_TC: Tensor) -> Tensor:
-        return self.gemm(x_TC, self.weight, self.bias)
 
 
 class RmsNorm:
@@ -113,8 +78,8 @@ class Attention:
         parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
         if config.fused_checkpoint:
             parts = {"qkv_proj": q_size + 2 * kv_size}
-        self.qkv = Linear(build, parts, config.hidden_size, config.attention_bias)
-        self.output = Linear(build, {"o_proj": config.hidden_size}, q_size, config.output_bias)
+        self.qkv = linear(build, parts, config.hidden_size, config.attention_bias)
+        self.output = linear(build, {"o_proj": config.hidden_size}, q_size, config.output_bias)
         self.norms = None
         if config.qk_norm:
             self.norms = HeadNorms(build.empty(config.head_dim), build.empty(config.head_dim), config.rms_norm_eps)
@@ -141,7 +106,8 @@ class Attention:
             self._norm_projections(qkv_TN, *self.projection_norms)
         qkv_TND = qkv_TN.view(len(x_TC), -1, self.config.head_dim)
         q_THD = self.operators.kv_append(qkv_TND, self.norms, kv_P2HSD, step.kv_append)
-        return self.output(step.attention(q_THD, kv_P2HSD, step.attention_plan, self.sinks_H).flatten(1))
+        attention = self.operators.attention_mixed if step.mixed else self.operators.attention
+        return self.output(attention(q_THD, kv_P2HSD, step.attention_plan, self.sinks_H).flatten(1))
 
     def _norm_projections(self, qkv_TN: Tensor, q_norm: Tensor, k_norm: Tensor) -> None:
         q, k, _ = qkv_TN.tensor_split((len(q_norm), len(q_norm) + len(k_norm)), dim=1)
@@ -156,10 +122,8 @@ class Attention:
             return
         low, high, rest = torch.arange(size).tensor_split((rotated // 2, rotated))
         order_D = torch.cat((low, rest[: len(rest) // 2], high, rest[len(rest) // 2 :]))
-        for tensor in (self.qkv.weight, self.qkv.bias):
-            if tensor is not None:
-                heads = tensor[: -self.config.kv_heads * size].view(-1, size, *tensor.shape[1:])
-                heads.copy_(heads[:, order_D])
+        heads = torch.arange(self.config.heads + self.config.kv_heads)
+        self.qkv.reorder((heads[:, None] * size + order_D).flatten())
 
 
 class GatedMlp:
@@ -169,8 +133,8 @@ class GatedMlp:
         gemm = build.operators.gemm
         self.activate = {"silu": gemm.silu_and_mul, "gelu_pytorch_tanh": gemm.gelu_tanh_and_mul}[config.activation]
         parts = {"gate_up_proj": 2 * size} if config.fused_checkpoint else {"gate_proj": size, "up_proj": size}
-        self.gate_up = Linear(build, parts, config.hidden_size, config.mlp_bias)
-        self.down = Linear(build, {"down_proj": config.hidden_size}, size, config.mlp_bias)
+        self.gate_up = linear(build, parts, config.hidden_size, config.mlp_bias)
+        self.down = linear(build, {"down_proj": config.hidden_size}, size, config.mlp_bias)
 
     def weights(self) -> dict[str, Tensor]:
         return self.gate_up.weights() | self.down.weights()
@@ -187,44 +151,54 @@ class SparseMlp:
     """Experts, each a gated MLP, of which a router chooses some for each token; and in some families one that is shared by all tokens."""
 
     def __init__(self, build: Build, config: ModelConfig, moe: MoeConfig) -> None:
-        self.routing, self.moe, self.config = build.operators.routing, build.operators.moe, moe
+        self.routing, self.config = build.operators.routing, moe
+        self.grouped_routing = build.operators.grouped_routing
         hidden_size, gates = config.hidden_size, {"gate": moe.experts}
         self.shared = None
         if moe.shared_size:
-            # Its gate reads what the router reads, and so is one more row of that product.
-            gates["shared_expert_gate"] = 1
+            if moe.shared_gated:
+                # Its gate reads what the router reads, and so is one more row of that product.
+                gates["shared_expert_gate"] = 1
             self.shared = GatedMlp(build, config, moe.shared_size)
         self.router = Linear(build, gates, hidden_size)
-        self.gate_up = build.empty(moe.experts, 2 * moe.intermediate_size, hidden_size)
-        self.down = build.empty(moe.experts, hidden_size, moe.intermediate_size)
+        self.bias_E: Tensor | None = None
+        """Added to scores when experts are chosen."""
+        if moe.grouped and moe.grouped.sigmoid:
+            self.bias_E = torch.empty(moe.experts, dtype=torch.float32, device=build.device)
+        self.experts = experts(build, moe, hidden_size)
         self.chosen_TK: Tensor | None = None
         """Each token's experts in the step computed last. A CUDA graph writes them anew as long as somebody holds on to the tensor."""
 
     def weights(self) -> dict[str, Tensor]:
-        views = self.router.weights()
-        for expert, (gate_up_2IC, down_CI) in enumerate(zip(self.gate_up, self.down, strict=True)):
-            parts = dict(zip(self.moe.halves, gate_up_2IC.chunk(2), strict=True)) | {"down": down_CI}
-            # One order whatever the backend's, so that random weights do not depend on it.
-            views |= {f"experts.{expert}.{name}_proj.weight": parts[name] for name in ("gate", "up", "down")}
+        views = self.router.weights() | self.experts.weights()
+        if self.bias_E is not None:
+            views["gate.e_score_correction_bias"] = self.bias_E
         if self.shared:
-            views |= prefixed("shared_expert.", self.shared.weights())
+            views |= prefixed("shared_expert." if self.config.shared_gated else "shared_experts.", self.shared.weights())
         return views
 
     def pack(self) -> None:
         self.router.pack()
         if self.shared:
             self.shared.pack()
-        self.gate_up, self.down = self.moe.pack(self.gate_up, self.down)
+        self.experts.pack()
 
     def __call__(self, x_TC: Tensor) -> Tensor:
         gates_TE = self.router(x_TC)
-        ids_TK, weights_TK = self.routing(gates_TE[:, : self.config.experts], self.config.top_k, self.config.renormalize)
+        ids_TK, weights_TK = self._route(gates_TE[:, : self.config.experts])
         if not torch.compiler.is_compiling():
             self.chosen_TK = ids_TK
-        y_TC = self.moe(x_TC, self.gate_up, self.down, ids_TK, weights_TK)
-        if self.shared:
+        y_TC = self.experts(x_TC, ids_TK, weights_TK)
+        if self.shared and self.config.shared_gated:
             y_TC.addcmul_(self.shared(x_TC), gates_TE[:, -1:].sigmoid())
+        elif self.shared:
+            y_TC.add_(self.shared(x_TC))
         return y_TC
+
+    def _route(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
+        if self.config.grouped:
+            return self.grouped_routing(logits_TE, self.bias_E, self.config.grouped)
+        return self.routing(logits_TE, self.config.top_k, self.config.renormalize)
 
 
 def dense_mlps(build: Build, config: ModelConfig) -> Callable[[int], Mlp]:

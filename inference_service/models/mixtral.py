@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from inference_service.models.build import Build
 from inference_service.models.config import ModelConfig, MoeConfig, common_fields, integer, one_window
 from inference_service.models.decoder import Decoder
-from inference_service.models.layers import Build, sparse_mlps
+from inference_service.models.layers import sparse_mlps
 
 NAMES = {".mlp.": ".block_sparse_moe.", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 

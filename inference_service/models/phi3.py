@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from inference_service.models.build import Build
 from inference_service.models.config import ModelConfig, common_fields, one_window
 from inference_service.models.decoder import Decoder
-from inference_service.models.layers import Build, dense_mlps
+from inference_service.models.layers import dense_mlps
 
 LONGROPE = ("su", "yarn")
 """What early checkpoints call it."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from inference_service.models.build import Build
 from inference_service.models.config import ModelConfig, common_fields, qwen_windows
 from inference_service.models.decoder import Decoder
-from inference_service.models.layers import Build, dense_mlps
+from inference_service.models.layers import dense_mlps
 
 DEFAULTS = {"head_dim": 128}
 

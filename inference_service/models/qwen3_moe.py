@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from inference_service.models.build import Build
 from inference_service.models.config import ModelConfig, common_fields, moe_fields
 from inference_service.models.decoder import Decoder
-from inference_service.models.layers import Build, sparse_mlps
+from inference_service.models.layers import sparse_mlps
 
 
 def parse(raw: dict[str, Any]) -> ModelConfig:

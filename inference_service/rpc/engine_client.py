@@ -93,7 +93,7 @@ class EngineClient:
         self.load = Load(0, 0, 0, 0)
         self.experts: deque[ExpertSample] = deque(maxlen=EXPERT_SAMPLES)
         """The newest counts of experts."""
-        self.compiles = 0
+        self.compiles = self.fused_steps = 0
         """Kernels that the engine has compiled or loaded since it was ready."""
         self.pid = 0
         """The engine's process; 0: there is none."""
@@ -193,7 +193,7 @@ class EngineClient:
     def _dispatch(self, message: ToFrontEnd) -> None:
         if isinstance(message, Step):
             self.output_tokens += max(0, message.load.output_tokens - self.load.output_tokens)
-            self.load, self.compiles = message.load, message.compiles
+            self.load, self.compiles, self.fused_steps = message.load, message.compiles, message.fused_steps
             if message.experts:
                 self.experts.append(message.experts)
             for follow in self.on_step:

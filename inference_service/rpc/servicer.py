@@ -273,6 +273,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 pages=ready.pages,
             ),
             compiles_since_ready=self._engine.compiles,
+            fused_steps=self._engine.fused_steps,
         )
 
     async def GetLoad(self, request: info_pb2.GetLoadRequest, context: Context) -> info_pb2.GetLoadResponse:

@@ -43,6 +43,10 @@ class FaultyExecutor:
         self.info = executor.info
         self.compiles = 0
 
+    @property
+    def fused_steps(self) -> int:
+        return self._executor.fused_steps
+
     def launch(self, plan: StepPlan) -> Ticket:
         for row in plan.rows:
             for token_id in FAULTS.keys() & set(row.token_ids):

@@ -19,7 +19,7 @@ def main() -> None:
     import_own()
     for dtype in (torch.bfloat16, torch.float32):
         for name, arguments in launches(torch.device("cuda"), dtype):
-            if name == "attend" and dtype == torch.float32:
+            if name in ("attend", "mla_attend") and dtype == torch.float32:
                 continue  # Made for half precision.
             operator: Any = getattr(torch.ops.inference_service, name).default
             operator(*arguments)

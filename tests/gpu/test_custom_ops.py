@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from inference_service.kernels.attention import AttentionSpec
+from inference_service.kernels.flashinfer_mla import FlashInferLatent, FlashInferMlaPrefill
 from inference_service.kernels.flashinfer_paged import Fa2Decode, Fa2Prefill, Fa3Prefill, PagedAttention
 from tests.gpu.test_attention import QWEN, make_cache, make_layout, make_query
 from tests.unit.own_kernels import launches
@@ -53,6 +55,7 @@ FLASHINFER: dict[str, Callable[[], tuple[Any, ...]]] = {
     "gelu_tanh_and_mul": lambda: (random(5, 1536),),
     "tinygemm": lambda: (random(5, 512), random(64, 512), random(64)),
     "cutlass_moe": moe,
+    "fused_topk_deepseek": lambda: (torch.randn(5, 256, device="cuda"), torch.randn(256, device="cuda"), 8, 4, 8, 2.5),
     "xqa": xqa,
     "fmha_v2": fmha_v2,
     "top_k_renorm": lambda: (torch.rand(3, 1000, device="cuda").softmax(-1), torch.tensor([1, 50, 999], device="cuda").int()),
@@ -73,3 +76,13 @@ def test_planned_attention_does_what_it_declares(backend: type[PagedAttention]) 
     layout = make_layout(QWEN, [5, 200], []) if backend is Fa2Decode else make_layout(QWEN, [], [(40, 40), (5, 300)])
     q, kv, attention = make_query(layout, QWEN), make_cache(QWEN), backend()
     check("paged_attention", (q, kv, attention.plan(layout, kv, QWEN.heads), torch.empty_like(q)))
+
+
+@pytest.mark.parametrize("backend", ["fa2", "fa3"])
+def test_planned_attention_to_latents_does_what_it_declares(backend: str) -> None:
+    layout, kv = make_layout(QWEN, [], [(40, 40), (5, 300)]), random(256, 1, 1, QWEN.page_size, 576)
+    absorbed = FlashInferLatent(backend, prefills=True).plan(layout, kv, 16, AttentionSpec(scale=0.1))
+    check("mla_paged", (random(45, 16, 512), random(45, 16, 64), kv, absorbed, random(45, 16, 512)))
+    expanded = FlashInferMlaPrefill(backend).plan(layout, kv, 16, AttentionSpec(scale=0.1))
+    assert not isinstance(expanded, int)
+    check("ragged_attention", (random(45, 16, 192), random(340, 16, 192), random(340, 16, 128), expanded.wrapper, random(45, 16, 128)))

@@ -11,6 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 from inference_service.config import load_config
 from inference_service.engine.step import Row, StepPlan
 from inference_service.execution.executor import build_executor
+from inference_service.kernels.selection import MLA
 from inference_service.messages import Sampling
 from tests.gpu.tiny import save_tiny
 
@@ -26,19 +27,29 @@ NAMES = {
     ("moe", "cutlass"): "cutlass",
     ("norm", "torch"): "elementwise",
     ("sampling", "flashinfer"): "Renorm",
+    ("mla_decode", "triton"): "_attend",
+    ("mla_decode", "fa2"): "BatchMLAPagedAttention",
+    ("mla_decode", "fa3"): "BatchMLAPageAttentionHopper",
+    ("mla_prefill", "fa2"): "BatchPrefillWithRaggedKVCache",
+    ("mla_prefill", "fa3"): "PrefillWithKVCache",
+    ("mla_prefill", "triton"): "_attend",
+    ("grouped_routing", "triton"): "_route",
+    ("grouped_routing", "flashinfer"): "deepseek_v3_topk",
 }
 """A part of the kernel's name."""
 
 
 @pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory: Path = tmp_path_factory.mktemp("qwen3-moe")
-    save_tiny("qwen3-moe", directory)
-    return directory
+def model_dirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    directories = {family: tmp_path_factory.mktemp(family) for family in ("qwen3-moe", "deepseek-v3")}
+    for family, directory in directories.items():
+        save_tiny(family, directory)
+    return directories
 
 
 @pytest.mark.parametrize(("operator", "backend"), NAMES)
-def test_the_forced_backend_runs(model_dir: Path, operator: str, backend: str) -> None:
+def test_the_forced_backend_runs(model_dirs: dict[str, Path], operator: str, backend: str) -> None:
+    model_dir = model_dirs["deepseek-v3" if operator in (*MLA, "grouped_routing") else "qwen3-moe"]
     settings = ["device.kind=cuda", "cache.page_size=64", "cache.pages=64", "batch.max_requests=4", "batch.max_step_tokens=1024"]
     executor = build_executor(load_config(None, [*settings, f"kernels.{operator}={backend}"]), model_dir, lambda what: None)
     chosen = {kernel.operator: kernel for kernel in executor.info.kernels}[operator]

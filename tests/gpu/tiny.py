@@ -23,7 +23,15 @@ COMMON: dict[str, Any] = {
 
 MLP: dict[str, Any] = {"intermediate_size": 768}
 EXPERTS: dict[str, Any] = {"moe_intermediate_size": 256, "num_experts_per_tok": 4}
+LATENTS: dict[str, Any] = {"num_key_value_heads": 16, "head_dim": 64, "kv_lora_rank": 512, "v_head_dim": 128, "first_k_dense_replace": 1}
+DEEPSEEK: dict[str, Any] = COMMON | MLP | EXPERTS | LATENTS | {"n_routed_experts": 16, "routed_scaling_factor": 1.0}
+YARN: dict[str, Any] = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 256}
 FAMILIES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
+    "deepseek-v2": lambda: transformers.DeepseekV2Config(
+        **DEEPSEEK, q_lora_rank=None, rope_parameters=YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}
+    ),
+    "deepseek-v3": lambda: transformers.DeepseekV3Config(**DEEPSEEK, q_lora_rank=256, n_group=4, topk_group=2),
+    "moonlight": lambda: transformers.DeepseekV3Config(**DEEPSEEK, q_lora_rank=None, n_group=1, topk_group=1),
     "llama": lambda: transformers.LlamaConfig(**COMMON, **MLP),
     "mixtral": lambda: transformers.MixtralConfig(**COMMON, intermediate_size=256, num_local_experts=8),
     "olmo2": lambda: transformers.Olmo2Config(**COMMON, **MLP),

@@ -23,10 +23,10 @@ from inference_service.kernels.norm import TorchNorm
 from inference_service.kernels.routing import TorchRouting, TritonRouting
 from inference_service.kernels.sampling import TorchSampling, TritonSampling
 from inference_service.kernels.selection import Operators
+from inference_service.models.build import Build
 from inference_service.models.config import ModelConfig, MoeConfig
 from inference_service.models.decoder import Decoder
 from inference_service.models.families import make_model
-from inference_service.models.layers import Build
 from inference_service.models.rotary import RopeConfig
 
 PAGE_SIZE, CONTEXTS = 16, [7, 33, 20]

@@ -17,8 +17,14 @@ ON_GPU = torch.cuda.is_available()
 def import_own() -> None:
     """What registers the operators of the own kernels."""
     from inference_service.kernels import (  # noqa: F401
+        triton_fp8,
         triton_gemm,
+        triton_grouped_fp8,
+        triton_grouped_routing,
+        triton_input_routing,
         triton_kv_append,
+        triton_mla,
+        triton_mla_append,
         triton_moe,
         triton_paged,
         triton_routing,
@@ -27,9 +33,10 @@ def import_own() -> None:
 
 
 def check(name: str, arguments: tuple[Any, ...]) -> None:
-    """By running the operator on real tensors, and its fake on their shapes."""
+    """By running the operator on real tensors, and its fake on their shapes. Whether FP8 tensors are mutated PyTorch cannot see."""
     operator = getattr(torch.ops.inference_service, name).default
-    torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
+    fp8 = any(isinstance(argument, torch.Tensor) and argument.dtype == torch.float8_e4m3fn for argument in arguments)
+    torch.library.opcheck(operator, arguments, test_utils=("test_faketensor",) if fp8 else ("test_schema", "test_faketensor"))
 
 
 @pytest.mark.skipif(ON_GPU, reason="tests/gpu runs these kernels on the GPU")
@@ -41,7 +48,8 @@ def test_own_operators_do_what_they_declare() -> None:
         if name not in seen:
             check(name, arguments)
         seen.add(name)
-    assert seen == {"gemv", "route", "moe_gemv", "append", "attend", "greedy", "draw"}
+    latent, fp8 = {"route_grouped", "route_input", "mla_attend", "mla_append"}, {"gemv_fp8", "moe_gemv_fp8", "moe_grouped_fp8"}
+    assert seen == latent | fp8 | {"gemv", "route", "moe_gemv", "append", "attend", "greedy", "draw"}
 
 
 class Dispatched(TorchDispatchMode):  # type: ignore[no-untyped-call]

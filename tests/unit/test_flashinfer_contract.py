@@ -24,14 +24,22 @@ from inference_service.kernels.flashinfer_paged import Fa2Decode, Fa2Prefill, Fa
 from inference_service.kernels.versions import at_least
 
 OLDEST, NEWEST = "0.6.13", "0.7.4"
-WRAPPER = "prefill.BatchPrefillWithPagedKVCacheWrapper"
-WRAPPERS = {
-    "wrapper": WRAPPER,
+WRAPPER, RAGGED, MLA = (
+    "prefill.BatchPrefillWithPagedKVCacheWrapper",
+    "prefill.BatchPrefillWithRaggedKVCacheWrapper",
+    "mla.BatchMLAPagedAttentionWrapper",
+)
+WITH_BACKENDS = {"wrapper": WRAPPER, "ragged_wrapper": RAGGED, "mla_wrapper": MLA}
+POD, BATCH_POD, HOLISTIC = "pod.PODWithPagedKVCacheWrapper", "pod.BatchPODWithPagedKVCacheWrapper", "attention.BatchAttention"
+WRAPPERS = WITH_BACKENDS | {
     "decode": "decode.BatchDecodeWithPagedKVCacheWrapper",
-    "holistic": "attention.BatchAttention",
+    "holistic": HOLISTIC,
+    "holistic_wrapper": HOLISTIC,
     "cascade": "cascade.MultiLevelCascadeAttentionWrapper",
-    "pod": "pod.PODWithPagedKVCacheWrapper",
-    "batch_pod": "pod.BatchPODWithPagedKVCacheWrapper",
+    "pod": POD,
+    "pod_wrapper": POD,
+    "batch_pod": BATCH_POD,
+    "batch_pod_wrapper": BATCH_POD,
 }
 """FlashInfer's classes, by what their objects are called where their methods are."""
 Definition = ast.FunctionDef | ast.ClassDef
@@ -77,8 +85,8 @@ def find(version: str, module: str, name: str) -> Definition:
     if definitions:
         return definitions[-1]
     for node in ast.walk(parsed):
-        if isinstance(node, ast.ImportFrom) and any((alias.asname or alias.name) == name for alias in node.names):
-            original = next(alias.name for alias in node.names if (alias.asname or alias.name) == name)
+        if isinstance(node, ast.ImportFrom) and any((alias.asname or alias.name) in (name, "*") for alias in node.names):
+            original = next((alias.name for alias in node.names if (alias.asname or alias.name) == name), name)
             parts = ["flashinfer", *filter(None, module.split("."))]
             parent = parts[: len(parts) + package - node.level] if node.level else []
             return find(version, ".".join([*parent, *filter(None, [node.module])]).removeprefix("flashinfer."), original)
@@ -168,8 +176,9 @@ def allowed(version: str, definition: ast.FunctionDef, name: str) -> str | list[
 
 
 @pytest.mark.parametrize("version", [OLDEST, NEWEST])
-def test_the_backends_of_the_wrapper_are_known(version: str) -> None:
-    text = ast.unparse(function(version, WRAPPER))
+@pytest.mark.parametrize("wrapper", WITH_BACKENDS.values())
+def test_the_backends_of_the_wrappers_are_known(version: str, wrapper: str) -> None:
+    text = ast.unparse(function(version, wrapper))
     assert all(f"{backend.backend}" in text for backend in (Fa2Decode, Fa2Prefill, Fa3Prefill))
 
 

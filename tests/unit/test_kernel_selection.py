@@ -14,14 +14,18 @@ from inference_service.config import ConfigError, Kernels
 from inference_service.kernels import support
 from inference_service.kernels.attention import StepLayout
 from inference_service.kernels.gemm import fits_cute_dsl
+from inference_service.kernels.grouped_routing import GroupedSpec
 from inference_service.kernels.kv_append import HeadNorms, TorchKvAppend
+from inference_service.kernels.mla import LatentShape
 from inference_service.kernels.moe import TorchMoe
 from inference_service.kernels.routing import TorchRouting
-from inference_service.kernels.selection import OPERATORS, keeps_from_graph, make_operators, select
+from inference_service.kernels.selection import OPERATORS, keeps_from_graph, make_operators, operators_of, select
 from inference_service.kernels.support import Setting
 from inference_service.kernels.versions import at_least
 from inference_service.messages import Kernel
 
+LATENT, GROUPED = LatentShape(512, 128, 64, 128), GroupedSpec(256, 8, 8, 4, True, True, 2.5)
+"""DeepSeek-V3's."""
 ALL_THERE = {"flashinfer": "0.6.13", "triton": "3.6.0", "cuda": "13.0"}
 
 
@@ -42,10 +46,12 @@ def backends(architecture: str, dtype: torch.dtype, **changes: Any) -> dict[str,
 @pytest.mark.parametrize("architecture", sorted(support.ANY))
 @pytest.mark.parametrize("dtype", sorted(support.FLOATS, key=str))
 def test_every_operator_runs_everywhere(architecture: str, dtype: torch.dtype) -> None:
-    kernels = chosen(Kernels(), architecture, dtype)
-    assert set(kernels) == set(OPERATORS)
-    assert all(kernel.reason for kernel in kernels.values())
-    make_operators(select(Kernels(), setting(architecture, dtype)))
+    for here in (setting(architecture, dtype), setting(architecture, dtype, latent=LATENT, grouped=GROUPED)):
+        choices = select(Kernels(), here)
+        assert tuple(choice.row.operator for choice in choices) == operators_of(here)
+        assert all(choice.reason for choice in choices)
+        make_operators(choices)
+    assert "attention_decode" not in operators_of(here) and "attention_decode" in operators_of(setting(architecture, dtype))
 
 
 def test_every_refusal_has_a_reason() -> None:
@@ -124,6 +130,36 @@ def test_a_shape_or_a_version_that_a_backend_cannot_take_is_refused(
     row = next(row for row in support.rows(operator) if row.backend == backend)
     assert row.refusal(setting("sm_90", torch.bfloat16, versions=ALL_THERE)) == ""
     assert words in row.refusal(replace(setting("sm_90", torch.bfloat16, versions=ALL_THERE), **changes))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "prefill", "decode"), [("sm_75", "torch", "torch"), ("sm_80", "fa2", "triton"), ("sm_90", "fa3", "triton")]
+)
+def test_latents_by_architecture(architecture: str, prefill: str, decode: str) -> None:
+    chosen = backends(architecture, torch.bfloat16, latent=LATENT, grouped=GROUPED)
+    assert (chosen["mla_prefill"], chosen["mla_decode"], chosen["mla_mixed"]) == (prefill, decode, decode)
+    assert backends(architecture, torch.float32, latent=LATENT)["mla_decode"] == "torch"
+    assert backends("sm_90", torch.bfloat16, latent=replace(LATENT, value=64))["mla_prefill"] == "torch"
+
+
+@pytest.mark.parametrize(
+    ("changes", "operator", "backend", "words"),
+    [
+        ({"latent": replace(LATENT, latent=320)}, "mla_decode", "triton", "kv_lora_rank"),
+        ({"latent": replace(LATENT, latent=256)}, "mla_decode", "fa3", "kv_lora_rank of 512"),
+        ({"latent": replace(LATENT, value=64)}, "mla_prefill", "fa2", "heads of 192 with values of 128, not 192 with 64"),
+        ({"latent": replace(LATENT, rope=32)}, "mla_decode", "fa2", "qk_rope_head_dim of 64"),
+        ({"grouped": replace(GROUPED, groups=1, top_groups=1)}, "grouped_routing", "flashinfer", "1 x 1 here, not 8"),
+        ({"grouped": replace(GROUPED, sigmoid=False)}, "grouped_routing", "flashinfer", "sigmoid"),
+        ({"grouped": replace(GROUPED, renormalize=False)}, "grouped_routing", "flashinfer", "sum to 1"),
+        ({"grouped": replace(GROUPED, experts=512)}, "grouped_routing", "flashinfer", "32 experts a group"),
+    ],
+)
+def test_limits_of_what_deepseek_needs(changes: dict[str, Any], operator: str, backend: str, words: str) -> None:
+    row = next(row for row in support.rows(operator) if row.backend == backend)
+    assert row.refusal(setting("sm_90", torch.bfloat16, versions=ALL_THERE, latent=LATENT, grouped=GROUPED)) == ""
+    here = {"latent": LATENT, "grouped": GROUPED} | changes
+    assert words in row.refusal(setting("sm_90", torch.bfloat16, versions=ALL_THERE, **here))
 
 
 def test_versions_are_compared_as_numbers() -> None:

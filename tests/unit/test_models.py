@@ -20,11 +20,11 @@ from inference_service.kernels.attention import AttentionSpec
 from inference_service.kernels.selection import make_operators, select
 from inference_service.kernels.support import Setting
 from inference_service.messages import Sampling
+from inference_service.models.build import Build
 from inference_service.models.checkpoint import load_checkpoint
 from inference_service.models.config_json import ModelError
 from inference_service.models.decoder import Decoder
 from inference_service.models.families import FAMILIES, make_model, read_config
-from inference_service.models.layers import Build
 from inference_service.models.rotary import RopeConfig
 
 CPU = torch.device("cpu")
@@ -101,6 +101,26 @@ def gpt_oss(**changes: Any) -> transformers.PretrainedConfig:
     return transformers.GptOssConfig(**(small | {"swiglu_limit": 0.4} | changes))
 
 
+MLA: dict[str, Any] = {"num_key_value_heads": 6, "kv_lora_rank": 32, "qk_nope_head_dim": 24, "qk_rope_head_dim": 16, "v_head_dim": 20}
+DEEPSEEK: dict[str, Any] = {
+    "n_routed_experts": 12,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+}
+GROUPS: dict[str, Any] = {"n_group": 4, "topk_group": 2}
+DEEPSEEK_YARN: dict[str, Any] = {"rope_theta": 1e4, **YARN, "mscale": 0.707, "mscale_all_dim": 1.0}
+
+
+def deepseek_v2(**changes: Any) -> transformers.PretrainedConfig:
+    return transformers.DeepseekV2Config(**(SMALL | MLA | DEEPSEEK | {"q_lora_rank": None} | changes))
+
+
+def deepseek_v3(**changes: Any) -> transformers.PretrainedConfig:
+    return transformers.DeepseekV3Config(**(SMALL | MLA | DEEPSEEK | GROUPS | {"q_lora_rank": 40} | changes))
+
+
 CASES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "llama": lambda: llama(tie_word_embeddings=False),
     "llama-tied": lambda: llama(tie_word_embeddings=True, head_dim=None),
@@ -131,6 +151,11 @@ CASES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "gemma3": lambda: gemma3(),
     "gemma3-scaled": lambda: gemma3(rope_scaling={"rope_type": "linear", "factor": 8.0}, rope_theta=3e4, rope_local_base_freq=100.0),
     "gpt-oss": lambda: gpt_oss(),
+    "deepseek-v2-lite": lambda: deepseek_v2(rope_parameters=DEEPSEEK_YARN),
+    "deepseek-v2": lambda: deepseek_v2(q_lora_rank=40, topk_method="group_limited_greedy", **GROUPS, routed_scaling_factor=2.0),
+    "deepseek-v3": lambda: deepseek_v3(rope_parameters={**DEEPSEEK_YARN, "mscale": 1.0}, routed_scaling_factor=0.8),
+    "deepseek-v3-plain": lambda: deepseek_v3(rope_interleave=False, norm_topk_prob=False, tie_word_embeddings=True),
+    "moonlight": lambda: deepseek_v3(q_lora_rank=None, n_group=1, topk_group=1, routed_scaling_factor=2.446, rms_norm_eps=1e-5),
 }
 
 
@@ -142,6 +167,9 @@ def save_random(config: transformers.PretrainedConfig, model_dir: Path, std: flo
     with torch.no_grad():
         for name, weight in model.named_parameters():
             weight.normal_(1.0, 0.1) if name.endswith("norm.weight") else weight.normal_(0.0, std)
+        for name, values in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                values.normal_(0.0, 0.3)
     model.save_pretrained(model_dir, max_shard_size=shard)
     return model
 
@@ -155,7 +183,7 @@ def load(model_dir: Path, dtype: torch.dtype = torch.float32, kernels: Kernels |
     config = read_config(model_dir)
     config = replace(config, max_context=max_context or config.max_context)
     model = make_model(Build(operators, dtype, CPU), config)
-    load_checkpoint(model_dir, model.weights(), config.tied_embeddings)
+    load_checkpoint(model_dir, model.weights(), config.tied_embeddings, config.unused)
     model.pack()
     return model
 
@@ -271,12 +299,14 @@ def test_published_shapes_have_their_published_size() -> None:
         build = Build(make_operators(select(Kernels(), setting("sm_90", torch.bfloat16))), torch.bfloat16, torch.device("meta"))
         sizes[name] = sum(weight.numel() for weight in make_model(build, config).weights().values())
     assert sizes == {
+        "deepseek-v2-lite": 15_706_484_224,
         "gemma-2-2b": 2_614_341_888,
         "gemma-3-1b": 999_885_952,
         "gpt-oss-20b": 20_914_757_184,
         "qwen3-30b-a3b": 30_532_122_624,
         "qwen1.5-moe-a2.7b": 14_315_784_192,
         "llama-3.1-8b": 8_030_261_248,
+        "moonlight-16b-a3b": 15_960_110_208,
         "smollm2-135m": 134_515_008,
     }
 

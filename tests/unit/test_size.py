@@ -9,10 +9,10 @@ from inference_service.cli import main
 from inference_service.config import Config, ConfigError, Kernels, load_config
 from inference_service.execution.memory import GIB
 from inference_service.kernels.selection import make_operators, select
-from inference_service.kernels.support import GPUS as ARCHITECTURES
 from inference_service.kernels.support import Setting
+from inference_service.kernels.support_row import GPUS as ARCHITECTURES
+from inference_service.models.build import Build
 from inference_service.models.families import make_model, read_config
-from inference_service.models.layers import Build
 from inference_service.size import GPUS, count_parameters, estimate, find_gpu
 from tests.unit.k8s_manifests import K8S, ROOT
 

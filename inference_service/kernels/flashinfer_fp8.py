@@ -1,0 +1,100 @@
+"""Weights in FP8 on a GPU: own Triton kernels for a few tokens, which leave activations as they are; for more of them FlashInfer's
+DeepGEMM, which rounds activations to FP8 with a scale for each 128 values of a token's.
+
+Shapes as in `fp8`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from inference_service.kernels.fp8 import BLOCK, BlockFp8
+
+GEMV_TOKENS = 4
+"""Up to so many tokens the own product is faster (benchmarks/fp8.py)."""
+MOE_GEMV_TOKENS = 8
+"""Up to so many tokens it is faster to stream experts once a token."""
+MOE_OWN_TOKENS = 8
+"""Up to so many tokens the own kernels are faster than CUTLASS."""
+
+
+class DeepGemmFp8:
+    """`flashinfer.gemm.fp8_blockscale_gemm_sm90`."""
+
+    def __init__(self) -> None:
+        from inference_service.kernels import flashinfer_ops
+
+        self._ops = flashinfer_ops
+
+    def __call__(self, x_TK: Tensor, weight: BlockFp8) -> Tensor:
+        return self._ops.fp8_block_gemm(x_TK, weight.values, weight.scales)
+
+
+class GemvFp8:
+    """The own Triton kernel, which streams the weight once a token: for a few tokens."""
+
+    def __init__(self) -> None:
+        from inference_service.kernels import triton_fp8
+
+        self._kernels = triton_fp8
+
+    def __call__(self, x_TK: Tensor, weight: BlockFp8) -> Tensor:
+        return self._kernels.gemv_fp8(x_TK.contiguous(), weight.values, weight.scales)
+
+
+class GemvOrDeepGemmFp8:
+    """The one or the other by the number of tokens, which the host knows."""
+
+    def __init__(self) -> None:
+        self._few, self._many = GemvFp8(), DeepGemmFp8()
+
+    def __call__(self, x_TK: Tensor, weight: BlockFp8) -> Tensor:
+        return self._few(x_TK, weight) if len(x_TK) <= GEMV_TOKENS else self._many(x_TK, weight)
+
+
+class CutlassFp8Moe:
+    """`flashinfer.fused_moe.cutlass_fused_moe`, whose products of FP8 blocks are DeepGEMM's; there is nothing to tune in them."""
+
+    halves = ("up", "gate")
+
+    def __init__(self) -> None:
+        from inference_service.kernels import flashinfer_ops
+        from inference_service.kernels.expert_tactics import expert_tactics
+
+        expert_tactics()
+        self._ops = flashinfer_ops
+
+    def __call__(self, x_TC: Tensor, gate_up: BlockFp8, down: BlockFp8, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        return self._ops.cutlass_moe_fp8(x_TC, gate_up.values, gate_up.scales, down.values, down.scales, ids_TK, weights_TK)
+
+
+class TritonFp8Moe:
+    """The own Triton kernels: for a few tokens those that stream each chosen expert once a token, else those that do so once for all."""
+
+    halves = ("up", "gate")
+
+    def __init__(self) -> None:
+        from inference_service.kernels import triton_fp8, triton_grouped_fp8
+
+        self._gemv: Any = triton_fp8.moe_gemv_fp8
+        self._grouped: Any = triton_grouped_fp8.moe_grouped_fp8
+
+    def __call__(self, x_TC: Tensor, gate_up: BlockFp8, down: BlockFp8, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        kernels = self._gemv if len(x_TC) <= MOE_GEMV_TOKENS or x_TC.shape[1] % BLOCK else self._grouped
+        y_TC: Tensor = kernels(x_TC, gate_up.values, gate_up.scales, down.values, down.scales, ids_TK, weights_TK, up_first=True)
+        return y_TC
+
+
+class TritonOrCutlassFp8Moe:
+    """The one or the other by the number of tokens."""
+
+    halves = ("up", "gate")
+
+    def __init__(self) -> None:
+        self._few, self._many = TritonFp8Moe(), CutlassFp8Moe()
+
+    def __call__(self, x_TC: Tensor, gate_up: BlockFp8, down: BlockFp8, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        moe = self._few if len(x_TC) <= MOE_OWN_TOKENS else self._many
+        return moe(x_TC, gate_up, down, ids_TK, weights_TK)

@@ -1,0 +1,98 @@
+"""FlashInfer's FA2 and FA3 kernels for MLA, planned on the host once a step, so that no CUDA graph can hold them.
+
+Shapes as in `mla`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from inference_service.kernels.attention import PLAIN, AttentionSpec, StepLayout
+from inference_service.kernels.flashinfer_paged import WrapperRing, flat_pages, pinned
+from inference_service.kernels.mla import AbsorbedRows, UpProjection
+
+LATENT, ROPE, HEAD_DIM, VALUE_DIM = 512, 64, 192, 128
+"""L, R, Q and V as FlashInfer's kernels take them."""
+EXPANDED_TOKENS = 16384
+"""A step whose contexts are longer together attends in the absorbed form: their keys and values would take too much memory."""
+
+
+class FlashInferLatent:
+    """Some rows in the absorbed form, by FlashInfer's `backend`, over pages."""
+
+    def __init__(self, backend: str, prefills: bool) -> None:
+        """`prefills`: for prefill rows, else for decode rows."""
+        from inference_service.kernels import flashinfer_ops
+
+        self._ops, self._prefills = flashinfer_ops, prefills
+        self._ring = WrapperRing(lambda workspace: flashinfer_ops.make_mla_wrapper(workspace, backend))
+
+    def plan(self, layout: StepLayout, kv_P11SD: Tensor, heads: int, spec: AttentionSpec = PLAIN) -> int:
+        """The number of the wrapper that holds the plan."""
+        device, page_size = kv_P11SD.device, kv_P11SD.shape[3]
+        rows = slice(layout.decodes, None) if self._prefills else slice(0, layout.decodes)
+        lengths, contexts = layout.lengths[rows], layout.contexts[rows]
+        pages = [-(-context // page_size) for context in contexts]
+        wrapper, copied = self._ring.next(device, spec)
+        self._ops.plan_mla(
+            wrapper,
+            pinned([0, *accumulate(lengths)], device),
+            pinned([0, *accumulate(pages)], device),
+            flat_pages(layout.pages_RM[rows], pages),
+            pinned(contexts, device),
+            heads,
+            LATENT,
+            kv_P11SD,
+            spec.scale_for(kv_P11SD.shape[4]),
+        )
+        copied.record()
+        return wrapper
+
+    def __call__(self, q_THL: Tensor, q_THR: Tensor, kv_P11SD: Tensor, plan: int, o_THL: Tensor) -> None:
+        self._ops.mla_paged(q_THL, q_THR, kv_P11SD, plan, o_THL)
+
+
+@dataclass(frozen=True)
+class ExpandedPlan:
+    wrapper: int
+    slot_K: Tensor
+    """Of the whole cache: where the rows' contexts are, one after the other."""
+
+
+class FlashInferMlaPrefill:
+    """Prefill rows expanded, all at once; or absorbed, where their contexts are too long for that."""
+
+    def __init__(self, backend: str) -> None:
+        from inference_service.kernels import flashinfer_ops
+
+        self._ops = flashinfer_ops
+        self._absorbed = AbsorbedRows(FlashInferLatent(backend, prefills=True))
+        self._ring = WrapperRing(lambda workspace: flashinfer_ops.make_ragged_wrapper(workspace, backend))
+
+    def plan(self, layout: StepLayout, kv_P11SD: Tensor, heads: int, spec: AttentionSpec = PLAIN) -> ExpandedPlan | int:
+        device, page_size = kv_P11SD.device, kv_P11SD.shape[3]
+        lengths, contexts = layout.lengths[layout.decodes :], layout.contexts[layout.decodes :]
+        if sum(contexts) > EXPANDED_TOKENS:
+            absorbed: int = self._absorbed.plan(layout, kv_P11SD, heads, spec)
+            return absorbed
+        wrapper, copied = self._ring.next(device, spec)
+        starts, context_starts = (pinned([0, *accumulate(each)], device) for each in (lengths, contexts))
+        scale = spec.scale_for(kv_P11SD.shape[4])
+        self._ops.plan_ragged(wrapper, starts, context_starts, heads, HEAD_DIM, VALUE_DIM, scale, kv_P11SD.dtype)
+        copied.record()
+        slots = [
+            (pages_M[: -(-context // page_size), None] * page_size + torch.arange(page_size, device=device)).flatten()[:context]
+            for pages_M, context in zip(layout.pages_RM[layout.decodes :].unbind(), contexts, strict=True)
+        ]
+        return ExpandedPlan(wrapper, torch.cat(slots))
+
+    def __call__(self, q_THQ: Tensor, kv_P11SD: Tensor, plan: ExpandedPlan | int, up: UpProjection, o_THV: Tensor) -> None:
+        if isinstance(plan, int):
+            self._absorbed(q_THQ, kv_P11SD, plan, up, o_THV)
+        else:
+            k_KHQ, v_KHV = up.expand(kv_P11SD.view(-1, kv_P11SD.shape[4]).index_select(0, plan.slot_K))
+            self._ops.ragged_attention(q_THQ, k_KHQ, v_KHV, plan.wrapper, o_THV)
