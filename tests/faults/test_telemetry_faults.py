@@ -90,7 +90,7 @@ def test_memory_is_bounded_while_a_collector_does_not_answer() -> None:
             tracing.request((), now_ns).end(
                 "OK", end_ns=now_ns + 3, scheduled_ns=now_ns, first_token_ns=now_ns + 1, last_token_ns=now_ns + 2
             )
-        assert sum(issubclass(type(each), ReadableSpan) for each in gc.get_objects()) <= 16384 + 4 * 512, "a queue, and batches on their way"
+        assert sum(issubclass(type(each), ReadableSpan) for each in gc.get_objects()) <= 16384 + 4 * 512, "a queue, and batches on the way"
         assert tracing.open_traces == 0
         stopper = threading.Thread(target=tracing.shutdown)
         stopper.start()
