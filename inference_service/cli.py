@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -13,6 +15,9 @@ from inference_service.config import Config, ConfigError, load_config
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a command. Errors that a person can mend end with one line and status 1, wrong usage with status 2."""
     args = _parser().parse_args(argv)
+    if os.getpid() == 1:
+        # The first process of a container is spared what a signal does by default: until a server handles SIGTERM, it would be lost.
+        signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
     try:
         args.run(args)
     except (ConfigError, RuntimeError, ValueError, OSError) as error:

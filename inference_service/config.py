@@ -14,21 +14,12 @@ import msgspec
 import yaml
 from msgspec import Meta
 
-Count = Annotated[int, Meta(ge=1)]
-CountOrAuto = Annotated[int, Meta(ge=0)]
-Seconds = Annotated[float, Meta(ge=0, le=1e6)]
-PositiveSeconds = Annotated[float, Meta(gt=0, le=1e6)]
-Port = Annotated[int, Meta(ge=0, le=65535)]
-Rate = Annotated[float, Meta(gt=0, le=1e6)]
-Milliseconds = Annotated[float, Meta(ge=0, le=1e9)]
+from inference_service.comparison import Comparison
+from inference_service.sections import Count, CountOrAuto, Milliseconds, Port, PositiveSeconds, Rate, Seconds, Section, readable
 
 
 class ConfigError(ValueError):
     """The configuration is wrong; the message names the key."""
-
-
-class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A part of the tree: immutable, and strict about its keys."""
 
 
 class Model(Section, frozen=True):
@@ -152,8 +143,8 @@ class Server(Section, frozen=True):
     """How long a drain still admits requests after health turned NOT_SERVING, so that balancers can notice."""
     drain_s: Seconds = 30.0
     """How long running requests may go on in a drain."""
-    engine_timeout_s: PositiveSeconds = 30.0
-    """An engine that has not been heard of for so long is lost; so is one of several front ends."""
+    engine_timeout_s: Annotated[float, Meta(ge=2, le=1e6)] = 30.0
+    """An engine that has not been heard of for so long is lost; so is one of several front ends. They are heard of each second."""
     engine_restarts: Annotated[int, Meta(ge=0)] = 5
     """A lost engine is started again, after a wait that doubles each time, but no more often than this without a healthy minute between."""
 
@@ -185,15 +176,15 @@ class Limits(Section, frozen=True):
 
     max_queued_tokens: CountOrAuto = 0
     """Tokens of prompts that may wait for their turn; one prompt may always. 0: no limit but server.max_queue."""
-    max_kv_share: Annotated[float, Meta(gt=0)] = 4.0
+    max_kv_share: Annotated[float, Meta(gt=0, le=1e6)] = 4.0
     """KV pages that all requests in flight may come to need, if their answers become as long as they may, as a multiple of those there are;
     one request may always."""
-    client_key: str = ""
+    client_key: Annotated[str, Meta(pattern=r"^[0-9A-Za-z_.-]*$")] = ""
     """The metadata key whose value names a client that no token names; those without it are together one client. It proves nothing: who
     must be held to limits needs a token. Empty: clients without tokens have no limits."""
     client_streams: CountOrAuto = 0
     """Generate calls of one client at once."""
-    client_requests_per_s: Annotated[float, Meta(ge=0)] = 0.0
+    client_requests_per_s: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
     """On average; those of a second, or one, may come at once."""
     client_tokens_per_min: CountOrAuto = 0
     """Prompt and answer tokens of one client, on average; those of a minute may come at once. Who has used more is refused until that has
@@ -227,9 +218,9 @@ class Lengths(Section, frozen=True):
     max: Count
     """What falls beyond the bounds is set to them."""
     distribution: Literal["uniform", "normal", "lognormal"] = "uniform"
-    mean: Annotated[float, Meta(ge=0)] = 0.0
+    mean: Annotated[float, Meta(ge=0, le=1e9)] = 0.0
     """Of the lengths, not of their logarithms, before the bounds; so is std. uniform needs neither."""
-    std: Annotated[float, Meta(ge=0)] = 0.0
+    std: Annotated[float, Meta(ge=0, le=1e9)] = 0.0
 
     def __post_init__(self) -> None:
         if self.min > self.max:
@@ -259,7 +250,7 @@ class Workload(Section, frozen=True):
     """Prompts of a file instead of random ones: .json as ShareGPT has them, else JSON lines; docs/load-testing.md has the format."""
     file_max_tokens: CountOrAuto = 0
     """Leave out what is longer than this in the file, prompts and answers together. 0: take all."""
-    temperature: Annotated[float, Meta(ge=0)] = 0.0
+    temperature: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
     top_k: CountOrAuto = 0
     """0: of all tokens."""
@@ -337,52 +328,6 @@ class Loadtest(Section, frozen=True):
     """Where each request goes as a line of JSON. Empty: nowhere."""
 
 
-class Endpoint(Section, frozen=True):
-    """A server that takes part in a comparison."""
-
-    url: str
-    """What the load generator calls its target."""
-    peer: Literal["", "ours", "vllm", "tensorrt_llm", "sglang", "lmdeploy", "lorax", "llama_cpp", "tgi"] = ""
-    """Whose server it is: the command that starts it is then made of this file's settings. Empty: that of `serve`, or it runs already."""
-    program: str = ""
-    """The Python that has the peer's package, or the peer's executable. Empty: this Python, or what is found on the path."""
-    model: str = ""
-    """The model in the peer's own form, such as a GGUF file. Empty: model.path."""
-    arguments: str = ""
-    """More of them, at the end of the command."""
-    serve: str = ""
-    """A command that goes before the peer's, in which {python}, {model} and {file} stand for this Python, model.path and the YAML file's
-    path."""
-    env: dict[str, str] = {}
-    """Set in its environment."""
-    ready_s: PositiveSeconds = 600.0
-    """How long it may take to start."""
-    probe: str = ""
-    """A command run after each cell, which prints a JSON object with more of its figures, such as {"distinct_experts": 61.2};
-    {python} and {concurrency} stand for this Python and the cell's concurrency."""
-
-
-class Comparison(Section, frozen=True):
-    """What `python -m baselines.compare` compares, and how."""
-
-    targets: dict[str, Endpoint] = {}
-    cells: str = "128/256@1,8,32"
-    """Input / output tokens @ concurrencies, and more of them after spaces; docs/baselines.md has the grammar."""
-    window_s: tuple[PositiveSeconds, PositiveSeconds] = (8.0, 16.0)
-    """How long a cell is measured: at concurrency 1, and at 256; between, by the logarithm."""
-    processes: Count = 8
-    """Most load generator processes; 4 or more for a concurrency of 4 or more."""
-    repeats: Count = 1
-    """Of each cell, one after the other within a start of the server, for confidence intervals."""
-    interleave: bool | Literal["auto"] = "auto"
-    """Whether all servers are up at once and each cell goes from one to the next. Else they run in blocks: the first, each other, the first
-    again. auto: where all fit into memory."""
-    rehearsal_s: Seconds = 0.0
-    """For how long each cell is run unmeasured after each start, so that no kernel is compiled within a window. 0: not at all."""
-    traces: bool = False
-    """Collects the servers' own traces, where they have some; it costs them time."""
-
-
 class Config(Section, frozen=True):
     """The whole file."""
 
@@ -397,6 +342,20 @@ class Config(Section, frozen=True):
     telemetry: Telemetry = Telemetry()
     loadtest: Loadtest = Loadtest()
     comparison: Comparison = Comparison()
+
+    def __post_init__(self) -> None:
+        server, metrics, taken = self.server, self.telemetry.metrics_port or 0, dict[int, str]()
+        if metrics and metrics + server.workers > 65536:
+            raise ValueError(f"telemetry.metrics_port: {metrics} and the ports after it are too few for {server.workers} server.workers")
+        wanted = [("server.port", server.port), ("server.admin_port", server.admin_port), ("server.health_port", server.health_port)]
+        wanted += [("telemetry.metrics_port", metrics + worker) for worker in range(server.workers if metrics else 0)]
+        for key, port in wanted:
+            # Several front ends would share it in silence, and mix up whose calls are whose.
+            if port and taken.setdefault(port, key) != key:
+                raise ValueError(f"{key}: {port} is that of {taken[port]} too")
+        for field in ("client_streams", "client_requests_per_s", "client_tokens_per_min"):
+            if getattr(self.limits, field) and not (self.limits.client_key or self.security.tokens_file):
+                raise ValueError(f"limits.{field} limits nobody: clients are told apart by limits.client_key or security.tokens_file")
 
 
 def load_config(path: str | Path | None = None, overrides: list[str] | None = None) -> Config:
@@ -451,9 +410,3 @@ def _set(tree: dict[str, Any], override: str) -> None:
         if not isinstance(node, dict):
             raise ConfigError(f"override {override!r}: {section!r} is not a section")
     node[leaf] = "" if value is None else value
-
-
-def readable(error: msgspec.ValidationError) -> str:
-    """msgspec ends its messages with "- at `$.a.b`"; begin with the key instead, as a person would write it."""
-    what, at, where = str(error).replace(" - at `key` in `$", " as a key - at `$").rpartition(" - at `$")
-    return f"{where.strip('.`')}: {what}".removeprefix(": ") if at else str(error)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -29,8 +28,6 @@ log = logging.getLogger(__name__)
 
 def main() -> None:
     """Load, say Ready, then loop. Ends with status 1, having said Failed, when that is impossible."""
-    # A drain is the front ends' business: the engine outlives the signal that starts it, and is ended by its parent.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     start = msgspec.json.decode(sys.stdin.buffer.read(), type=EngineStart)
     configure_logs("engine", start.config.telemetry.log_format)
     log_flashinfer(start.config.telemetry.flashinfer_log_level)

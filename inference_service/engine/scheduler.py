@@ -305,9 +305,7 @@ class Scheduler:
                 request.in_flight -= 1
             if request.done:
                 continue
-            finish = None
-            if token_id is not None:
-                finish = self._append(request, token_id)
+            finish = None if token_id is None else self._append(request, token_id)
             self._publish(request)
             ids = [] if token_id is None or (finish and finish.reason == "stop") else [token_id]
             scores = request.take_scores(row.start, result.prompt_logprobs[place]) if place in result.prompt_logprobs else None

@@ -31,7 +31,7 @@ DRAIN_ELSEWHERE = RpcError(grpc.StatusCode.PERMISSION_DENIED, "ADMIN_PORT_ONLY",
 
 
 class NoDrain(grpc.aio.ServerInterceptor):
-    """Refuses Drain where the API is served beside an admin port."""
+    """Refuses Drain where the API is served beside an admin port, or to clients of different tokens."""
 
     async def intercept_service(self, continuation: Callable[[Call], Awaitable[Handler]], handler_call_details: Call) -> Handler:
         return refusal(DRAIN_ELSEWHERE) if handler_call_details.method == DRAIN else await continuation(handler_call_details)

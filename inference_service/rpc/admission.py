@@ -30,6 +30,9 @@ SAFETY = 2.0
 MARGIN = 1.5
 """While others wait, it is so too if the answer's end is expected in so many times less: answers of one length end together, so that a turn
 may come an answer's time later than at the average rate. An overload keeps the queue at this edge; who is late took another's turn."""
+FRESH_S = 5.0
+"""What was measured before the engine had nothing to do for so long says nothing of what comes now. Nor may it refuse: what keeps all
+requests out would never be measured again."""
 AGAIN_SHARE = 8
 """One in so many places of the queue is there in addition, for those who were refused before and do as they were told."""
 
@@ -78,7 +81,10 @@ class Admission:
         self._since = 0
         """Choices sent to it since."""
         self._max_requests = config.batch.max_requests
-        self._estimator = Estimator(config.batch.prefill_tokens)
+        self._chunk_tokens = config.batch.prefill_tokens
+        self._estimator = Estimator(self._chunk_tokens)
+        self._busy_s = 0.0
+        """When the engine was last heard to have something to do."""
         self._ended = 0
         self._ends = LoadMeter(window_s=10.0)
         self._promised_s = 0.0
@@ -155,8 +161,16 @@ class Admission:
             if output.token_ids and (client := self._paying.get(output.key)):
                 client.pay_tokens(len(output.token_ids))
         self._load, self._since = step.load, 0
+        if step.work or step.load.running or step.load.waiting:
+            if self._is_idle:
+                self._estimator = Estimator(self._chunk_tokens)
+            self._busy_s = self._clock()
         if step.work:
             self._estimator.step(step.work, step.load.waiting)
+
+    @property
+    def _is_idle(self) -> bool:
+        return self._clock() > self._busy_s + FRESH_S
 
     def measure(self) -> None:
         """Note how many requests have ended. To be called now and then."""
@@ -180,7 +194,7 @@ class Admission:
         return min(queued, sum(ticket.choices for ticket in self._waiting.values() if ticket.priority >= priority))
 
     def _check_deadline(self, ticket: Ticket) -> None:
-        if ticket.deadline_s == inf:
+        if ticket.deadline_s == inf or self._is_idle:
             return
         left_s, first_s = ticket.deadline_s - self._clock(), self.first_token_s(ticket.priority, ticket.prompt_tokens)
         if first_s is None:

@@ -20,9 +20,10 @@ import msgspec
 import yaml
 from msgspec import Meta
 
-from inference_service.config import ConfigError, CountOrAuto, Limits, Section, readable
+from inference_service.config import ConfigError, Limits
 from inference_service.rpc.caller import CALLER, Caller, ClientLimits
 from inference_service.rpc.errors import RpcError
+from inference_service.sections import CountOrAuto, Section, readable
 
 log = logging.getLogger(__name__)
 
@@ -106,10 +107,10 @@ def load_tokens(path: Path, limits: Limits) -> Tokens:
         raise ConfigError(f"{where}: {f'line {mark.line + 1} ' if mark else ''}is not YAML") from None
     if not clients:
         raise ConfigError(f"{where}: names no client, so that nobody could call")
+    places: dict[str | bytes, int] = {}
     for place, client in enumerate(clients):
-        for earlier, other in enumerate(clients[:place]):
-            if client.name == other.name or client.digest == other.digest:
-                what = "name" if client.name == other.name else "token"
+        for what, value in (("name", client.name), ("token", client.digest)):
+            if (earlier := places.setdefault(value, place)) != place:
                 raise ConfigError(f"{where}: [{place}].{what}: is that of [{earlier}] too")
     if path.stat().st_mode & stat.S_IROTH:
         log.warning("%s can be read by every user of this machine: chmod o-r", where)

@@ -30,6 +30,8 @@ from inference_service.rpc.control import EngineAt, EngineEvent, EngineLost
 from inference_service.rpc.engine_socket import EngineSocket
 from inference_service.rpc.errors import RpcError, unavailable
 
+NO_LOAD = Load(0, 0, 0, 0, output_tokens=1 << 62)
+"""Of an engine that has said nothing yet. What it had made before it was first heard of does not count."""
 EXPERT_SAMPLES = 64
 """Counts of experts that are kept: those of the last seconds."""
 
@@ -90,7 +92,7 @@ class EngineClient:
         """How the last engine was lost, until another one is ready."""
         self.losses = 0
         """Engines lost so far."""
-        self.load = Load(0, 0, 0, 0)
+        self.load = NO_LOAD
         self.experts: deque[ExpertSample] = deque(maxlen=EXPERT_SAMPLES)
         """The newest counts of experts."""
         self.compiles = self.fused_steps = 0
@@ -112,7 +114,7 @@ class EngineClient:
     def follow(self, event: EngineEvent) -> None:
         """Connect to a new engine, or leave one that is lost: every stream ends UNAVAILABLE."""
         self.close()
-        self.ready, self.load, self.pid = None, Load(0, 0, 0, 0), 0
+        self.ready, self.load, self.pid = None, NO_LOAD, 0
         if isinstance(event, EngineAt):
             self.pid = event.pid
             self._socket = EngineSocket(event.address, Hello(), self._dispatch, self._name)

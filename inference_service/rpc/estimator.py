@@ -20,7 +20,8 @@ LATEST = 64
 BEST_S = 10.0
 """The best rate of prefill is forgotten over about so many seconds of computing."""
 ENDS_S = 30.0
-"""The rate at which requests end is the average over about so many seconds in which others waited for that."""
+"""The rate at which requests end is the average over about so many seconds in which others waited for that. It is forgotten over about so
+many in which none did."""
 PROMPTS = 100_000.0
 """The share of prompts that the cache has is the average over about so many of their tokens."""
 
@@ -34,9 +35,15 @@ class Recent:
         self._memory = memory
 
     def add(self, events: float, span: float) -> None:
+        self.fade(span)
+        self.events += events
+        self.span += span
+
+    def fade(self, span: float) -> None:
+        """So much went by that tells nothing: the same quotient, of less weight."""
         keep = exp(-span / self._memory)
-        self.events = self.events * keep + events
-        self.span = self.span * keep + span
+        self.events *= keep
+        self.span *= keep
 
 
 class Estimator:
@@ -63,6 +70,8 @@ class Estimator:
             self._best_prefill = max(self._best_prefill, work.prefill_tokens / seconds)
         if waiting:
             self._ends.add(self._ended, seconds)
+        else:
+            self._ends.fade(seconds)
         self._ended = 0
 
     def ended(self, count: int) -> None:

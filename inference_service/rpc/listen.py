@@ -62,7 +62,8 @@ async def listen(
     interceptors: list[grpc.aio.ServerInterceptor] = []
     if security.tokens_file:
         interceptors.append(Authentication(load_tokens(Path(security.tokens_file), config.limits)))
-    if ports.admin_port is not None:
+    # What ends the service for all is none of those things that a client's token is good for.
+    if ports.admin_port is not None or security.tokens_file:
         interceptors.append(NoDrain())
     credentials = server_credentials(security) if security.tls_certificate else None
     api = _server(ports, reuse_port, interceptors)

@@ -63,7 +63,6 @@ class FrontEnd:
         watch_front_end(self._metrics, self.lifecycle, self._tracing)
         if index == 0:
             watch_engine(self._metrics, self.engine)
-        self._ticks = asyncio.create_task(self._tick())
 
     async def listen(self, reuse_port: bool = False) -> str:
         """Bind the ports, before there is an engine; the API's address."""
@@ -79,6 +78,9 @@ class FrontEnd:
 
     async def serve(self, on_ready: Callable[[], None]) -> None:
         """Until it has drained. `on_ready` is called when it begins to admit requests."""
+        await run_with(self._until_drained(on_ready), self._tick())
+
+    async def _until_drained(self, on_ready: Callable[[], None]) -> None:
         await self.lifecycle.settled.wait()
         if not self.lifecycle.draining:
             # What start-up made lives as long as the process: the collector need not walk it again and again.
@@ -90,7 +92,6 @@ class FrontEnd:
 
     async def close(self) -> None:
         """What is in flight is cut off."""
-        self._ticks.cancel()
         if self._listener is not None:
             await self._listener.stop(STOP_S)
         self.engine.close()

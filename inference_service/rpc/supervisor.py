@@ -229,8 +229,13 @@ def _reserve(key: str, host: str, port: int) -> socket.socket:
             address = alone.getsockname()
         held = socket.socket(family, kind)
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind(address)
+        try:
+            held.bind(address)
+        except OSError:
+            # Old connections of a server that did not share the port. Else it is held without this option, so that `alone` of a second
+            # server that is started at the same time finds it.
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            held.bind(address)
     except OSError as error:
         raise SuperviseError(f"server.{key}: cannot listen on {format_address(host, port)}: {error.strerror}") from None
     return held

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import socket
 import sys
 from collections.abc import AsyncIterator
@@ -37,9 +36,6 @@ HEARTBEAT_S = 1.0
 
 def main() -> None:
     """Serve until a drain ends or the supervisor does."""
-    # Signals are the supervisor's business, even where all processes get them.
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
     end = socket.socket(fileno=os.dup(0))
     # No process that this one starts may hold the socket open.
     os.dup2(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC), 0)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import pytest
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from inference_service.rpc.child import Child
 from tests.faults.faulty_engine import DIES, EXHAUSTS, HANGS, RAISES
 from tests.faults.leaks import Leaks, pid_of, processes
 from tests.service.conftest import RunningServer, run_server
@@ -110,3 +113,22 @@ def test_an_engine_lost_too_often_is_lost_for_good(tmp_path: Path) -> None:
         assert "engine" not in processes(server).values()
         assert server.stop() == 0
         leaks.assert_gone()
+
+
+@pytest.mark.parametrize("dead_before", [False, True])
+async def test_what_a_lost_process_has_started_ends_with_it_and_is_waited_for(dead_before: bool) -> None:
+    """A container's first process inherits it, and there would be more of these with each lost engine."""
+    libc, subreaper = ctypes.CDLL(None), 36
+    libc.prctl(subreaper, 1)
+    try:
+        child = Child(["sh", "-c", "sleep 1000 & wait"], stdin=subprocess.DEVNULL)
+        eventually(lambda: len(Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text().split()) == 1)
+        orphan = int(Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text())
+        if dead_before:
+            os.kill(child.pid, signal.SIGKILL)
+            eventually(lambda: Path(f"/proc/{child.pid}/stat").read_text().split()[2] == "Z")
+        child.kill()
+        await child.ended()
+    finally:
+        libc.prctl(subreaper, 0)
+    assert not Path(f"/proc/{orphan}").exists() and not Path(f"/proc/{child.pid}").exists()

@@ -22,6 +22,7 @@ from tests.service.test_lifecycle import API, NOT_SERVING, PACED, Consumer, even
 
 ENGINE = "inference_service.engine.process"
 SLOW = ("-m", "tests.faults.serve_with", "tests.faults.slow_engine")
+CONTAINER = ("unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child")
 FRONT_ENDS = pytest.mark.parametrize("front_ends", [1, 2])
 SOON_S = 20.0
 """Of a machine that is busy; all that the configuration lets the server wait for is far less, or far more."""
@@ -56,6 +57,22 @@ def test_before_the_port_is_bound(tmp_path: Path, after_s: float) -> None:
         assert ends(server) in (0, -signal.SIGTERM)
 
 
+@pytest.mark.skipif(subprocess.run([*CONTAINER, "true"], capture_output=True).returncode != 0, reason="no namespaces here")
+def test_as_the_first_process_of_a_container_while_it_imports(tmp_path: Path) -> None:
+    """Of that process the kernel drops each signal that it does not handle."""
+    imports = "import time; from inference_service import cli; cli._serve = lambda args: print('on') or time.sleep(60)"
+    command = [*CONTAINER, sys.executable, "-uc", f"{imports}; cli.main(['serve'])"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "on\n"
+        first = int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text())
+        os.kill(first, signal.SIGTERM)
+        assert process.wait(SOON_S) == 128 + signal.SIGTERM
+    finally:
+        process.kill()
+        process.communicate()
+
+
 @FRONT_ENDS
 def test_while_the_model_is_loaded(tmp_path: Path, front_ends: int) -> None:
     with starting(tmp_path, *PACED, f"server.workers={front_ends}") as server:
@@ -63,6 +80,16 @@ def test_while_the_model_is_loaded(tmp_path: Path, front_ends: int) -> None:
         server.process.send_signal(signal.SIGTERM)
         assert ends(server) == 0
         assert server.process.stdout is not None and server.process.stdout.read() == "", "it has never been ready"
+
+
+@FRONT_ENDS
+def test_to_all_processes_at_once_as_service_managers_do(tmp_path: Path, front_ends: int) -> None:
+    """When the engine has only begun: what it does about signals cannot matter."""
+    with starting(tmp_path, *PACED, f"server.workers={front_ends}") as server:
+        eventually(lambda: "engine" in processes(server).values())
+        for pid in sorted(processes(server), reverse=True):
+            os.kill(pid, signal.SIGTERM)
+        assert ends(server) == 0
 
 
 def test_a_server_that_is_killed_while_the_model_is_loaded_takes_the_engine_along(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +17,8 @@ from google.rpc import error_details_pb2
 
 from inference.v1 import generate_pb2 as pb
 from inference.v1 import info_pb2
+from inference_service.config import Server
+from inference_service.rpc.supervisor import SuperviseError, reserve_ports
 from tests.faults.leaks import Leaks, pid_of, processes
 from tests.service.conftest import RunningServer, run_server
 from tests.service.test_generate import detail, request
@@ -141,6 +144,26 @@ def test_the_port_of_two_front_ends_is_not_shared_with_another_server(pair: Runn
     second = subprocess.run([sys.executable, "-m", "inference_service.cli", "serve", *settings], capture_output=True, text=True, timeout=60)
     assert second.returncode == 1 and f"server.port: cannot listen on {pair.address}" in second.stderr
     assert "Traceback" not in second.stderr
+
+
+def test_nor_with_one_that_is_only_about_to_listen() -> None:
+    """Both would find the port free, and then each get some of the other's calls."""
+    with reserve_ports(Server(port=0)) as first:
+        with pytest.raises(SuperviseError, match=rf"server\.port: cannot listen on 127\.0\.0\.1:{first.port}"), reserve_ports(first):
+            pass
+        with socket.socket() as front_end:
+            front_end.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            front_end.bind(("127.0.0.1", first.port))
+
+
+def test_connections_of_a_server_before_do_not_keep_the_port() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as before, socket.create_connection(before.getsockname()) as client:
+        address = before.getsockname()
+        accepted, _ = before.accept()
+        accepted.close()  # who closes first keeps the address for a minute
+        assert client.recv(1) == b""
+    with reserve_ports(Server(port=address[1])) as reserved:
+        assert reserved.port == address[1]
 
 
 def test_a_front_end_that_cannot_start_is_an_error(tmp_path: Path) -> None:

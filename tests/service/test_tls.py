@@ -193,6 +193,38 @@ def test_half_a_configuration_is_an_error(given: list[str], message: str) -> Non
         load_config(None, [f"security.{key}=x" for key in given])
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["server.admin_port=50051"], "server.admin_port: 50051 is that of server.port too"),
+        (["server.admin_port=7", "server.health_port=7"], "server.health_port: 7 is that of server.admin_port too"),
+        (["server.workers=3", "telemetry.metrics_port=50049"], "telemetry.metrics_port: 50051 is that of server.port too"),
+        (["server.workers=2", "telemetry.metrics_port=65535"], "telemetry.metrics_port: 65535 and the ports after it are too few"),
+        (["limits.client_streams=4"], "limits.client_streams limits nobody"),
+        (["limits.client_key=x team"], "limits.client_key: "),
+        (["limits.max_kv_share=.inf"], "limits.max_kv_share: "),
+        (["server.engine_timeout_s=1"], "server.engine_timeout_s: "),
+    ],
+)
+def test_what_would_do_otherwise_than_it_says_is_an_error(settings: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^configuration: {message}"):
+        load_config(None, settings)
+
+
+def test_settings_that_go_together_are_none() -> None:
+    load_config(None, ["server.port=0", "server.admin_port=0", "server.health_port=0", "telemetry.metrics_port=0", "server.workers=9"])
+    load_config(None, ["server.workers=2", "telemetry.metrics_port=50049"])
+    load_config(None, ["limits.client_streams=4", "security.tokens_file=x"])
+
+
+def test_a_client_cannot_drain_the_server_of_all(server: RunningServer, authority: Certificate) -> None:
+    with Client(server.address, credentials(authority), token=ALICE) as client:
+        with pytest.raises(InferenceError) as caught:
+            client.drain()
+        assert (caught.value.code, caught.value.reason) == (grpc.StatusCode.PERMISSION_DENIED, "ADMIN_PORT_ONLY")
+        assert code(client) == grpc.StatusCode.OK
+
+
 def test_a_bad_certificate_ends_the_command_with_one_line(tmp_path: Path) -> None:
     settings = ["model.load_format=echo", "security.tls_certificate=no.pem", "security.tls_key=no.key"]
     command = [*CLI, "serve", *(f"--set={setting}" for setting in settings)]

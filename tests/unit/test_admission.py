@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from inference_service.config import Batch, Config, Limits, Server
 from inference_service.messages import Load, Output, Ready, Sampling, Step, StepWork, Submit
-from inference_service.rpc.admission import MARGIN, MAX_RETRY_S, MIN_RETRY_S, UNKNOWN_RETRY_S, Admission, Ticket, pages_needed
+from inference_service.rpc.admission import FRESH_S, MARGIN, MAX_RETRY_S, MIN_RETRY_S, UNKNOWN_RETRY_S, Admission, Ticket, pages_needed
 from inference_service.rpc.caller import ClientLimits
 from inference_service.rpc.client_limits import Client
 from inference_service.rpc.errors import RpcError
@@ -215,6 +215,44 @@ def test_a_burst_into_an_idle_engine_is_judged_by_its_free_slots() -> None:
     for _ in range(5):
         desk.take(left_s=0.1)
     refused(desk, "DEADLINE_UNREACHABLE", left_s=0.1)
+
+
+def test_what_was_measured_before_a_pause_refuses_nobody() -> None:
+    """Else requests with short deadlines were refused for ever after the long steps of others: none would make the next step."""
+    desk = Desk()
+    for _ in range(LATEST):
+        key = desk.take(tokens=100)
+        desk.step(key, prefill=4096, seconds=0.5)
+        desk.end(key)
+    refused(desk, "DEADLINE_UNREACHABLE", left_s=0.2)
+    desk.now_s += FRESH_S + 0.1
+    for _ in range(3):
+        key = desk.take(left_s=0.2)
+        desk.step(key, running=1)
+        desk.end(key)
+
+
+def test_a_step_of_many_seconds_is_no_pause() -> None:
+    desk = Desk()
+    for _ in range(ENOUGH):
+        desk.step()
+    for _ in range(int(FRESH_S) + 5):
+        desk.now_s += 1
+        desk.admission.follow(Step(0, [], Load(4, 0, 0, 0)))
+    refused(desk, "DEADLINE_UNREACHABLE", left_s=STEP_S / 3)
+
+
+def test_a_queue_of_long_ago_says_nothing_of_a_burst() -> None:
+    desk = Desk()
+    busy(desk, per_step=140)
+    for key in list(desk.open):
+        desk.end(key)
+    assert desk.admission._estimator.first_token_s(2, 0) == pytest.approx(2 * 141 * STEP_S, rel=0.1)
+    for _ in range(6000):
+        desk.step(running=1)
+    desk.step(running=0)
+    for _ in range(6):
+        desk.take(left_s=1.0)
 
 
 def test_nothing_is_refused_before_enough_was_measured() -> None:

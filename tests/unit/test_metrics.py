@@ -11,7 +11,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from inference_service.config import Telemetry
-from inference_service.messages import StepWork
+from inference_service.messages import Load, Step, StepWork
+from inference_service.rpc.control import EngineLost
+from inference_service.rpc.engine_client import EngineClient
 from inference_service.telemetry import names
 from inference_service.telemetry.metrics import EngineMetrics, Metrics, RequestMetrics
 from tests.service.otlp_receiver import run_receiver
@@ -132,3 +134,14 @@ def test_an_otlp_receiver_gets_all_at_the_end() -> None:
     assert sent["gen_ai.server.time_to_first_token"].unit == "s"
     assert sent["inference.requests"].sum.is_monotonic
     assert sent["inference.ready"].gauge.data_points[0].as_int == 1
+
+
+def test_what_an_engine_has_made_before_a_front_end_joins_is_none_of_its_rate() -> None:
+    engine = EngineClient("joined", on_change=lambda: None)
+    for made in (5_000_000, 5_000_003):
+        engine._dispatch(Step(0, [], Load(1, 0, 0, 0, output_tokens=made)))
+    assert engine.output_tokens == 3
+    engine.follow(EngineLost("it was killed", 1.0))
+    for made in (0, 4):
+        engine._dispatch(Step(0, [], Load(1, 0, 0, 0, output_tokens=made)))
+    assert engine.output_tokens == 7
