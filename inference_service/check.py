@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from inference_service.config import Config, ConfigError
 from inference_service.execution.device import find_device, find_dtype, find_setting
@@ -48,17 +48,18 @@ def print_check(config: Config) -> None:
         chosen.add_row(choice.row.operator, choice.row.backend, choice.reason)
 
     table = Table(
-        "operator",
-        "backend",
+        Column("operator", no_wrap=True),
+        Column("backend", no_wrap=True),
         "here",
-        "CUDA graph",
+        "graph",
         "needs",
         title=f"Support table for {target.architecture} in {support.dtype_name(dtype)}",
     )
     for operator in operators_of(setting):
         for row in support.rows(operator):
             needs = ", ".join(f"{package} {version}" for package, version in row.needs(target.architecture).items())
-            table.add_row(operator, row.backend, row.refusal(setting) or "yes", "yes" if row.graph else "no", needs)
+            here = row.refusal(setting).removeprefix(f"{operator} by {row.backend} ") or "yes"
+            table.add_row(operator, row.backend, here, "yes" if row.graph else "no", needs)
 
     console.print("Configuration", style="bold")
     console.print_json(data=msgspec.to_builtins(config))

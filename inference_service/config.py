@@ -183,9 +183,9 @@ class Limits(Section, frozen=True):
     """The metadata key whose value names a client that no token names; those without it are together one client. It proves nothing: who
     must be held to limits needs a token. Empty: clients without tokens have no limits."""
     client_streams: CountOrAuto = 0
-    """Generate calls of one client at once."""
+    """Calls of one client at once: Generate, Tokenize, Detokenize."""
     client_requests_per_s: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
-    """On average; those of a second, or one, may come at once."""
+    """On average; those of a second, or one, may come at once. Each choice of a Generate call counts."""
     client_tokens_per_min: CountOrAuto = 0
     """Prompt and answer tokens of one client, on average; those of a minute may come at once. Who has used more is refused until that has
     passed."""

@@ -19,6 +19,7 @@ from inference_service.rpc.auth import Call, Handler, refusal
 from inference_service.rpc.engine_client import EngineClient
 from inference_service.rpc.errors import RpcError, invalid
 from inference_service.rpc.lifecycle import API, Lifecycle
+from inference_service.rpc.malformed import Registrar
 
 HOST = "127.0.0.1"
 MAX_PROFILE_S = 60.0
@@ -94,9 +95,10 @@ def add_admin_services(
         request_deserializer=info_pb2.DrainRequest.FromString,
         response_serializer=info_pb2.DrainResponse.SerializeToString,
     )
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(API, {"Drain": drain}),))
-    admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, server)
-    health_pb2_grpc.add_HealthServicer_to_server(lifecycle.health, server)
+    registrar = Registrar(server)
+    registrar.add_registered_method_handlers(API, {"Drain": drain})
+    admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, registrar)
+    health_pb2_grpc.add_HealthServicer_to_server(lifecycle.health, registrar)
     channelz.add_channelz_servicer(server)
     add_reflection(server, "inference.v1.AdminService", "grpc.channelz.v1.Channelz")
 

@@ -103,7 +103,7 @@ class Admission:
             raise self._full("QUEUE_FULL", what, ticket.priority, limit, choices)
         self._check_deadline(ticket)
         if client:
-            client.pay_request()
+            client.pay_requests(choices)
         self.in_flight += choices
         try:
             yield ticket

@@ -11,8 +11,9 @@ class ClientLimits:
     """How much one client may ask for. 0 is no limit."""
 
     streams: int = 0
-    """Generate calls at once."""
+    """Calls of Generate, Tokenize and Detokenize at once."""
     requests_per_s: float = 0.0
+    """Each choice of Generate is one."""
     tokens_per_min: int = 0
     """Prompt and answer tokens."""
 

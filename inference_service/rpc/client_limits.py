@@ -70,9 +70,10 @@ class Client:
         if self._tokens and (wait_s := self._tokens.wait_s(now_s, 0)):
             raise _over("tokens_per_min", limits.tokens_per_min, f"{limits.tokens_per_min} tokens a minute", wait_s)
 
-    def pay_request(self) -> None:
+    def pay_requests(self, count: int) -> None:
+        """Charge requests; of several choices each is one. They may be more than is left, as tokens may."""
         if self._requests:
-            self._requests.take(self._clock(), 1)
+            self._requests.take(self._clock(), count)
 
     def pay_tokens(self, count: int) -> None:
         """Charge tokens of a prompt, or of an answer. They may be more than is left: then the next request is refused for a while."""

@@ -11,11 +11,10 @@ import logging
 from collections.abc import Callable
 from contextlib import suppress
 
-from grpc_health.v1 import health, health_pb2
-
 from inference_service.config import Server
 from inference_service.rpc.engine_client import EngineClient
 from inference_service.rpc.errors import RpcError, unavailable
+from inference_service.rpc.health import HealthServicer
 
 API = "inference.v1.InferenceService"
 LIVENESS = ""
@@ -30,7 +29,7 @@ class Lifecycle:
 
     def __init__(self, config: Server, engine: EngineClient, on_drain: Callable[[], None] = lambda: None) -> None:
         """`on_drain` is called when a drain begins."""
-        self.health = health.aio.HealthServicer()
+        self.health = HealthServicer()
         self.draining = False
         self.drained = asyncio.Event()
         self.in_flight = 0
@@ -43,20 +42,17 @@ class Lifecycle:
         self._idle = asyncio.Event()
         self._on_drain = on_drain
         self._drain: asyncio.Task[None] | None = None
-        self._publish: asyncio.Task[None] | None = None
-        self._publishing = asyncio.Lock()
 
-    async def publish(self) -> None:
+    def publish(self) -> None:
         """Bring the health service up to date."""
-        async with self._publishing:
-            await self._set(LIVENESS, self._engine.loss is None or self._engine.loss.retry_s > 0)
-            await self._set(API, self._engine.ready is not None and not self.draining)
+        self.health.set(LIVENESS, self._engine.loss is None or self._engine.loss.retry_s > 0)
+        self.health.set(API, self._engine.ready is not None and not self.draining)
 
     def engine_changed(self) -> None:
         """To be called when the engine got ready or was lost."""
         if self._engine.ready is not None:
             self.settled.set()
-        self._publish = asyncio.get_running_loop().create_task(self.publish())
+        self.publish()
 
     def refusal(self) -> RpcError | None:
         """Why a new request cannot be admitted now, or None."""
@@ -101,7 +97,7 @@ class Lifecycle:
     async def _run_drain(self) -> None:
         """NOT_SERVING, time for balancers to notice, refuse, let running requests finish."""
         log.info("draining: %d requests in flight", self.in_flight)
-        await self.publish()
+        self.publish()
         await asyncio.sleep(self._config.drain_propagation_s)
         self._refusing = True
         self._idle.clear()
@@ -117,7 +113,3 @@ class Lifecycle:
 
     def _cut_off(self) -> None:
         self._engine.fail_all(unavailable("DRAINING", "the server is draining, and the time for requests in flight is over"))
-
-    async def _set(self, service: str, serving: bool) -> None:
-        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
-        await self.health.set(service, status)

@@ -68,7 +68,7 @@ async def listen(
     credentials = server_credentials(security) if security.tls_certificate else None
     api = _server(ports, reuse_port, interceptors)
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, Registrar(api))
-    health_pb2_grpc.add_HealthServicer_to_server(lifecycle.health, api)
+    health_pb2_grpc.add_HealthServicer_to_server(lifecycle.health, Registrar(api))
     if ports.admin_port is None:
         add_reflection(api)
     servers, address = [api], _bind(api, "port", ports.host, ports.port, credentials)
@@ -79,10 +79,10 @@ async def listen(
         servers.append(admin)
     if ports.health_port is not None:
         health = _server(ports, reuse_port)
-        health_pb2_grpc.add_HealthServicer_to_server(lifecycle.health, health)
+        health_pb2_grpc.add_HealthServicer_to_server(lifecycle.health, Registrar(health))
         log.info("health on %s", _bind(health, "health_port", ANY_HOST, ports.health_port))
         servers.append(health)
-    await lifecycle.publish()
+    lifecycle.publish()
     for server in servers:
         await server.start()
     return Listener(address, servers)
@@ -96,6 +96,8 @@ def _server(ports: Server, reuse_port: bool, interceptors: Sequence[grpc.aio.Ser
         ("grpc.max_metadata_size", MAX_METADATA_BYTES),
         ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
         ("grpc.http2.min_ping_interval_without_data_ms", 5000),
+        # The windows it opens are for what nobody reads yet, too: each call could have the server hold a whole request.
+        ("grpc.http2.bdp_probe", 0),
         ("grpc.enable_channelz", int(ports.admin_port is not None)),
     ]
     with _threads_that_do_not_preempt():

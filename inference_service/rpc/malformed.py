@@ -8,12 +8,15 @@ message is read here.
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
 
+from inference_service.rpc.caller import CALLER
 from inference_service.rpc.errors import RpcError
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -21,6 +24,9 @@ Behavior = Callable[[Any, Context], Any]
 
 REQUEST_S = 30.0
 """How long a request may take to come after its call began."""
+AT_ONCE = 32
+"""Requests of one token that are read at the same time; others wait. What has come of a request takes memory, and limits of clients count
+only calls whose request is whole."""
 
 
 class Registrar:
@@ -28,34 +34,35 @@ class Registrar:
 
     def __init__(self, server: grpc.aio.Server) -> None:
         self._server = server
+        self._turns: defaultdict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(AT_ONCE))
 
     def add_generic_rpc_handlers(self, handlers: Any) -> None:
         """The same handlers come by their names, too."""
 
     def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
-        checked = {name: _checked(handler) for name, handler in handlers.items()}
+        checked = {name: self._checked(handler) for name, handler in handlers.items()}
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, checked),))
 
+    def _checked(self, handler: Any) -> grpc.RpcMethodHandler[Any, Any]:
+        assert not handler.request_streaming
+        make = grpc.stream_stream_rpc_method_handler if handler.response_streaming else grpc.stream_unary_rpc_method_handler
+        behavior: Behavior = handler.unary_stream or handler.unary_unary
 
-def _checked(handler: Any) -> grpc.RpcMethodHandler[Any, Any]:
-    assert not handler.request_streaming
-    make = grpc.stream_stream_rpc_method_handler if handler.response_streaming else grpc.stream_unary_rpc_method_handler
-    behavior: Behavior = handler.unary_stream or handler.unary_unary
+        async def behave(requests: Any, context: Context) -> Any:
+            try:
+                caller = CALLER.get()
+                return await behavior(await read(context, self._turns[caller.name] if caller else nullcontext()), context)
+            except grpc.aio.InternalError:
+                # The connection is gone, and gRPC has yet to cancel the call.
+                raise asyncio.CancelledError from None
 
-    async def behave(requests: Any, context: Context) -> Any:
-        try:
-            return await behavior(await read(context), context)
-        except grpc.aio.InternalError:
-            # The connection is gone, and gRPC has yet to cancel the call.
-            raise asyncio.CancelledError from None
-
-    return make(behave, handler.request_deserializer, handler.response_serializer)
+        return make(behave, handler.request_deserializer, handler.response_serializer)
 
 
-async def read(context: Context) -> Any:
-    """The call's request. Where there is none, the call is aborted."""
+async def read(context: Context, turn: AbstractAsyncContextManager[None]) -> Any:
+    """The call's request, once it is its turn. Where there is none, the call is aborted."""
     try:
-        async with asyncio.timeout(REQUEST_S):
+        async with asyncio.timeout(REQUEST_S), turn:
             request = await context.read()
     except DecodeError as error:
         await RpcError(grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_REQUEST", str(error)).abort(context)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import logging
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -26,8 +25,6 @@ from inference_service.telemetry.metrics import Metrics, RequestMetrics
 from inference_service.telemetry.startup import ENGINE_PROCESS, LISTEN, TOKENIZER, StartTrace
 from inference_service.telemetry.tracing import Tracing
 from inference_service.text.tokenizer import Tokenizer
-
-log = logging.getLogger(__name__)
 
 TICK_S = 0.5
 STOP_S = 1.0
@@ -72,8 +69,7 @@ class FrontEnd:
         return self._listener.address
 
     def progress(self, what: str) -> None:
-        """How the engine's start gets on."""
-        log.info("%s", what)
+        """How the engine's start gets on; it has logged that itself."""
         self._start.progress(what)
 
     async def serve(self, on_ready: Callable[[], None]) -> None:

@@ -7,14 +7,13 @@ import logging
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from math import inf
 from statistics import fmean
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import grpc
-from google.protobuf.message import Message
 
 from inference.v1 import generate_pb2, inference_pb2_grpc, info_pb2
 from inference_service import __version__
@@ -28,10 +27,11 @@ from inference_service.rpc.engine_client import EngineClient
 from inference_service.rpc.errors import RpcError, invalid
 from inference_service.rpc.forks import fork
 from inference_service.rpc.generation import Generation
+from inference_service.rpc.large_messages import LargeMessages
 from inference_service.rpc.lifecycle import Lifecycle
 from inference_service.rpc.load_meter import LoadMeter
 from inference_service.rpc.recorder import Recorder
-from inference_service.rpc.validation import RequestReader, count_choices
+from inference_service.rpc.validation import RequestReader, count_choices, is_request_id
 from inference_service.telemetry.clock import to_unix_ns
 from inference_service.telemetry.tracing import Metadata
 from inference_service.text.assembler import Assembler
@@ -40,9 +40,6 @@ from inference_service.text.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[Any, Any]
-P = ParamSpec("P")
-T = TypeVar("T")
-LARGE_BYTES = 8192
 FOREVER_S = 10 * 365 * 86400.0
 """A deadline beyond this is none: its nanoseconds would not fit in 64 bits."""
 ROUNDED_BY, EARLY_NS = 100, 20_000_000
@@ -65,6 +62,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._recorder = recorder
         self._reader: tuple[Ready, RequestReader] | None = None
         """With the engine that it is for: one started anew may have found room for more pages, or fewer."""
+        self._large = LargeMessages()
         self._meter = LoadMeter()
         self._started_ns = time.monotonic_ns()
         self._generations: dict[str, tuple[Generation, asyncio.Task[None] | None]] = {}
@@ -81,7 +79,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         remaining_s = context.time_remaining()
         deadline_ns = arrival_ns + int(remaining_s * 1e9) if remaining_s is not None and remaining_s < FOREVER_S else 0
         metadata = context.invocation_metadata() or ()
-        request_id = request.request_id or uuid.uuid4().hex
+        # One that is refused stands in no span or log, whatever it is.
+        request_id = request.request_id if is_request_id(request.request_id) else uuid.uuid4().hex
         trace = self._recorder.begin(metadata, request_id, arrival_ns)
         generation: Generation | None = None
         error: RpcError | None = None
@@ -135,7 +134,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self, request: generate_pb2.GenerateRequest, request_id: str, ticket: Ticket, arrival_ns: int, deadline_ns: int
     ) -> Generation:
         """A registered generation, or an RpcError that says why there is none."""
-        submit = await _unblocked(request, self._request_reader().read, request, self._engine.next_key(), arrival_ns, deadline_ns)
+        submit = await self._large.read(request, self._request_reader().read, request, self._engine.next_key(), arrival_ns, deadline_ns)
         if of_caller(request_id) in self._generations:
             raise RpcError(
                 grpc.StatusCode.ALREADY_EXISTS, "REQUEST_IN_FLIGHT", f"request_id: {request_id!r} is in flight", field="request_id"
@@ -207,7 +206,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Tokenize(self, request: generate_pb2.TokenizeRequest, context: Context) -> generate_pb2.TokenizeResponse:
         """See inference.proto."""
         try:
-            ids = await _unblocked(request, self._request_reader().prompt_ids, request, _or_true(request, "add_special_tokens"))
+            with self._limited(context):
+                ids = await self._large.read(request, self._request_reader().prompt_ids, request, _or_true(request, "add_special_tokens"))
         except RpcError as error:
             await error.abort(context)
         return generate_pb2.TokenizeResponse(token_ids=ids)
@@ -215,10 +215,20 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Detokenize(self, request: generate_pb2.DetokenizeRequest, context: Context) -> generate_pb2.DetokenizeResponse:
         """See inference.proto."""
         try:
-            text = await _unblocked(request, self._decode, request)
+            with self._limited(context):
+                text = await self._large.read(request, self._decode, request)
         except RpcError as error:
             await error.abort(context)
         return generate_pb2.DetokenizeResponse(text=text)
+
+    @contextmanager
+    def _limited(self, context: Context) -> Iterator[None]:
+        """A call that takes no place in the queue, but costs work for which its client has limits. Raises RpcError."""
+        with self._clients.call(context.invocation_metadata()) as client:
+            if client:
+                client.check()
+                client.pay_requests(1)
+            yield
 
     def _decode(self, request: generate_pb2.DetokenizeRequest) -> str:
         vocab_size, ids = self._ready().vocab_size, list(request.token_ids)
@@ -310,13 +320,6 @@ def _expert_loads(samples: Iterable[ExpertSample]) -> list[info_pb2.ExpertLoad]:
     for sample in samples:
         counts[sample.batch].append(sample.distinct)
     return [info_pb2.ExpertLoad(batch=batch, steps=len(each), distinct_experts=fmean(each)) for batch, each in sorted(counts.items())]
-
-
-async def _unblocked(message: Message, read: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Read a message; a large one on a thread, so that the streams of others go on while it is tokenized."""
-    if message.ByteSize() < LARGE_BYTES:
-        return read(*args, **kwargs)
-    return await asyncio.to_thread(read, *args, **kwargs)
 
 
 def _or_true(message: Any, field: str) -> bool:

@@ -36,6 +36,11 @@ def count_choices(request: generate_pb2.GenerateRequest, limit: int) -> int:
     return count
 
 
+def is_request_id(name: str) -> bool:
+    """Whether a client may call its request so."""
+    return 0 < len(name) <= MAX_REQUEST_ID and name.isascii() and name.isprintable()
+
+
 class RequestReader:
     """Reads requests for one model. Every fault is an RpcError that names the field."""
 
@@ -137,8 +142,7 @@ class RequestReader:
         return kwargs
 
     def _check_names(self, request: generate_pb2.GenerateRequest) -> None:
-        name = request.request_id
-        if len(name) > MAX_REQUEST_ID or not (name.isascii() and (name.isprintable() or not name)):
+        if request.request_id and not is_request_id(request.request_id):
             raise invalid("request_id", f"must be at most {MAX_REQUEST_ID} printable ASCII characters")
         if request.model and request.model != self._model:
             raise RpcError(

@@ -249,6 +249,11 @@ def test_limits_of_a_client_hold_for_it_alone(limited: RunningServer) -> None:
         assert refused.info.metadata == {"limit": "streams", "value": "2"}
         with limited.stub() as stub:
             assert list(stub.Generate(counting(7), timeout=30, metadata=blue))
+            assert stub.Tokenize(pb.TokenizeRequest(text="x"), timeout=30, metadata=blue).token_ids
+            for method, made in ((stub.Tokenize, pb.TokenizeRequest(text="x")), (stub.Detokenize, pb.DetokenizeRequest(token_ids=[7]))):
+                with pytest.raises(grpc.RpcError) as caught:
+                    method(made, timeout=30, metadata=red)
+                assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
     assert_idle(limited)
 
 

@@ -186,6 +186,17 @@ def test_nothing_that_was_said_is_in_it(receiver: Receiver) -> None:
     assert not any(key in attributes(span) for span in receiver.spans for key in (names.INPUT_MESSAGES, names.OUTPUT_MESSAGES))
 
 
+def test_an_id_that_is_refused_is_in_no_span(tmp_path: Path) -> None:
+    with run_server(tmp_path, "model.load_format=echo") as server:
+        for request_id in ("x" * 1_000_000, "x\nx"):
+            refused = error_of_server(server, pb.GenerateRequest(text="x", request_id=request_id))
+            assert refused.code() == grpc.StatusCode.INVALID_ARGUMENT
+        assert server.stop() == 0
+    spans = [json.loads(line) for line in server.traces.read_text().splitlines()]
+    ids = [span["attributes"][names.REQUEST_ID] for span in spans if span["kind"] == "SERVER"]
+    assert len(ids) == 2 and all(len(each) == 32 and each.isalnum() for each in ids)
+
+
 def test_what_was_said_is_recorded_where_it_is_wanted(tmp_path: Path) -> None:
     def messages(span: Any) -> Any:
         told = span["attributes"]

@@ -285,6 +285,13 @@ def test_a_client_pays_for_its_prompt_at_once_and_for_answers_as_they_come() -> 
     assert refused(desk, "CLIENT_LIMIT", client=client).retry_s == pytest.approx(2.0), "what comes after the end is nobody's"
 
 
+def test_each_choice_counts_against_requests_a_second() -> None:
+    desk = Desk(slots=64)
+    client = Client(ClientLimits(requests_per_s=4), lambda: desk.now_s)
+    desk.take(choices=16, client=client)
+    assert refused(desk, "CLIENT_LIMIT", client=client).retry_s == pytest.approx(3.25)
+
+
 def test_one_slow_step_says_nothing_of_the_next() -> None:
     estimator = Estimator(128)
     for seconds in [60.0] + [STEP_S] * (LATEST // 2):

@@ -81,7 +81,7 @@ def test_requests_a_second_and_the_exact_time_to_retry(clock: Clock) -> None:
         with clients.call([("x-team", "red")]) as client:
             assert client is not None
             client.check()
-            client.pay_request()
+            client.pay_requests(1)
     with clients.call([("x-team", "red")]) as client:
         error = refusal(client)
         assert error.metadata["limit"] == "requests_per_s" and error.retry_s == pytest.approx(0.25)
@@ -95,7 +95,7 @@ def test_requests_a_second_and_the_exact_time_to_retry(clock: Clock) -> None:
 def test_less_than_a_request_a_second_still_admits_one(clock: Clock) -> None:
     client = Client(ClientLimits(requests_per_s=0.1), clock)
     client.check()
-    client.pay_request()
+    client.pay_requests(1)
     assert refusal(client).retry_s == pytest.approx(10)
 
 
@@ -150,11 +150,11 @@ def test_many_names_take_bounded_memory_and_busy_clients_are_not_forgotten(clock
     with ExitStack() as stack:
         busy = stack.enter_context(clients.call([("k", "busy")]))
         assert busy is not None
-        busy.pay_request()
+        busy.pay_requests(1)
         for number in range(MAX_IDLE + 100):
             with clients.call([("k", str(number))]) as client:
                 assert client is not None
-                client.pay_request()
+                client.pay_requests(1)
         assert len(clients) == MAX_IDLE + 1
         with clients.call([("k", "busy")]) as again:
             assert again is busy

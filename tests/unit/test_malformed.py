@@ -13,6 +13,7 @@ import pytest
 from inference.v1 import generate_pb2 as pb
 from inference.v1 import inference_pb2_grpc
 from inference_service.rpc import malformed
+from inference_service.rpc.caller import CALLER, Caller
 from inference_service.rpc.malformed import Registrar
 
 METHODS = ("Generate", "Tokenize")
@@ -29,9 +30,19 @@ class Echo(inference_pb2_grpc.InferenceServiceServicer):
         return pb.TokenizeResponse(token_ids=request.text.encode())
 
 
+class Identify(grpc.aio.ServerInterceptor):
+    """Takes a caller's name for a token."""
+
+    async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
+        for key, value in handler_call_details.invocation_metadata:
+            if key == "caller":
+                CALLER.set(Caller(value, None))
+        return await continuation(handler_call_details)
+
+
 @asynccontextmanager
 async def served() -> AsyncIterator[Any]:
-    server = grpc.aio.server()
+    server = grpc.aio.server(interceptors=[Identify()])
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(Echo(), Registrar(server))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
@@ -86,3 +97,22 @@ async def test_a_request_that_does_not_come_is_not_waited_for(method: str, monke
     async with served() as channel:
         code, details = await asyncio.wait_for(ends(channel, method, half_close=False), 10)
     assert (code, details) == ("DEADLINE_EXCEEDED", "no request came within 0.2 s")
+
+
+async def test_one_client_keeps_no_more_than_a_few_requests_half_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(malformed, "AT_ONCE", 2)
+    async with served() as channel:
+        tokenize = channel.stream_unary("/inference.v1.InferenceService/Tokenize")
+        begun = [tokenize(timeout=20, metadata=[("caller", "alice")]) for _ in range(3)]
+        for call in begun:
+            await call.wait_for_connection()
+        await asyncio.sleep(0.2)
+        stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
+        assert (await stub.Tokenize(pb.TokenizeRequest(text="abc"), timeout=20, metadata=[("caller", "bob")])).token_ids
+        waits = asyncio.ensure_future(stub.Tokenize(pb.TokenizeRequest(text="abc"), timeout=20, metadata=[("caller", "alice")]))
+        await asyncio.sleep(0.2)
+        assert not waits.done()
+        for call in begun[:2]:
+            call.cancel()
+        await begun[2].write(GOOD)
+        assert (await waits).token_ids
