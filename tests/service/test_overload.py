@@ -229,7 +229,7 @@ def test_who_comes_again_when_told_to_gets_in_though_others_never_stop(server: R
 def test_waiting_tokens_and_pages_are_bounded(limited: RunningServer) -> None:
     with busy(limited, 2, request([7] * 200, 1800), metadata=[("x-team", "a")]):
         until(limited, lambda now: now.running == 2)
-        refused = error_of(limited, request([7] * 1200, 600))
+        refused = error_of(limited, request([7] * 200, 1600))
         assert refused.info.reason == "KV_OVERCOMMITTED" and refused.info.metadata["limit"] == "350"
         with busy(limited, 1, request([7] * 900, 20), metadata=[("x-team", "b")]):
             now = until(limited, lambda now: now.waiting == 1)
