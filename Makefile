@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 MODEL ?= smollm2-135m-instruct
 PEERS ?= .peers
+INPUTS ?= 100000
+MINUTES ?= 20
 
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
@@ -11,12 +13,14 @@ PROTOS := $(wildcard protos/inference/v1/*.proto)
 CRDS := tests/unit/crds/node_modules/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-peers lint format stubs model clean
+.PHONY: help demo test test-peers fuzz soak lint format stubs model clean
 
 help:
 	@echo 'make demo    serve SmolLM2 on this machine, chat, load it for 20 s, show the traces'
 	@echo 'make test    linters, types and all tests'
 	@echo 'make test-peers  install vLLM for the CPU and llama.cpp into PEERS (.peers; takes long), and load both and ours'
+	@echo 'make fuzz    100,000 random inputs to a server and to the configuration (INPUTS=100000)'
+	@echo 'make soak    20 minutes of load, faults and clients of every kind, each token checked (MINUTES=20)'
 	@echo 'make lint    linters and types alone'
 	@echo 'make format  format the code'
 	@echo 'make stubs   generate the gRPC stubs'
@@ -47,6 +51,12 @@ $(PEERS)/llama_cpp/.installed: baselines/peers/llama_cpp.sh | $(INSTALLED)
 	rm -rf $(@D)
 	PYTHON=$(BIN)/python $< $(@D)
 	touch $@
+
+fuzz: stubs model
+	$(BIN)/python -m tests.fuzz --inputs $(INPUTS)
+
+soak: stubs model
+	$(BIN)/python -m tests.soak --minutes $(MINUTES)
 
 lint: stubs
 	$(BIN)/ruff check

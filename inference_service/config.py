@@ -139,6 +139,9 @@ class Server(Section, frozen=True):
     """Largest request message."""
     stuck_reader_s: PositiveSeconds = 30.0
     """A client that takes no message for so long is cut off."""
+    keepalive_s: Annotated[float, Meta(ge=0.1, le=86400)] = 30.0
+    """A connection that has been silent for so long is asked for a sign of life, and given up when none comes for as long again; so is one
+    whose handshake is not done by then."""
     drain_propagation_s: Seconds = 0.0
     """How long a drain still admits requests after health turned NOT_SERVING, so that balancers can notice."""
     drain_s: Seconds = 30.0

@@ -22,7 +22,7 @@ from msgspec import Meta
 
 from inference_service.config import ConfigError, Limits
 from inference_service.rpc.caller import CALLER, Caller, ClientLimits
-from inference_service.rpc.errors import RpcError
+from inference_service.rpc.errors import OnRefused, RpcError
 from inference_service.sections import CountOrAuto, Section, readable
 
 log = logging.getLogger(__name__)
@@ -123,21 +123,26 @@ class Authentication(grpc.aio.ServerInterceptor):
     The interceptor runs in the task of the call that it lets through, and so does the handler: each has the context to itself.
     """
 
-    def __init__(self, tokens: Tokens) -> None:
+    def __init__(self, tokens: Tokens, on_refused: OnRefused) -> None:
         self._tokens = tokens
+        self._on_refused = on_refused
 
     async def intercept_service(self, continuation: Callable[[Call], Awaitable[Handler]], handler_call_details: Call) -> Handler:
         if handler_call_details.method.startswith(HEALTH):
             return await continuation(handler_call_details)
         given = [value for key, value in handler_call_details.invocation_metadata if key == "authorization"]
         if not given:
-            return refusal(MISSING_TOKEN)
+            return self._refusal(MISSING_TOKEN, handler_call_details)
         scheme, _, token = str(given[0]).partition(" ")
         caller = self._tokens.find(token) if len(given) == 1 and scheme.lower() == "bearer" else None
         if caller is None:
-            return refusal(UNKNOWN_TOKEN)
+            return self._refusal(UNKNOWN_TOKEN, handler_call_details)
         CALLER.set(caller)
         return await continuation(handler_call_details)
+
+    def _refusal(self, error: RpcError, call: Call) -> Handler:
+        self._on_refused(call.method, call.invocation_metadata, error)
+        return refusal(error)
 
 
 def refusal(error: RpcError) -> Handler:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from math import ceil
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import grpc
 from google.protobuf import any_pb2
@@ -15,6 +15,10 @@ from google.rpc import error_details_pb2, status_pb2
 DOMAIN = "inference.v1"
 MAX_MESSAGE = 300
 """Characters. A message may quote the request, and stands in the trailers three times: clients take 8 KiB, and each may be 23 bytes."""
+
+
+OnRefused: TypeAlias = "Callable[[str, Iterable[tuple[str, str | bytes]], RpcError], None]"
+"""Told of a call that is refused before its request is read: the method's path, the metadata, and the error."""
 
 
 class RpcError(Exception):

@@ -18,6 +18,7 @@ from inference_service.config import Config, Server
 from inference_service.rpc.admin import HOST, AdminServicer, NoDrain, add_admin_services, add_reflection
 from inference_service.rpc.auth import Authentication, load_tokens
 from inference_service.rpc.engine_client import EngineClient
+from inference_service.rpc.errors import OnRefused
 from inference_service.rpc.lifecycle import Lifecycle
 from inference_service.rpc.malformed import Registrar
 from inference_service.rpc.tls import server_credentials
@@ -51,6 +52,7 @@ async def listen(
     servicer: inference_pb2_grpc.InferenceServiceServicer,
     lifecycle: Lifecycle,
     engine: EngineClient,
+    on_refused: OnRefused,
     reuse_port: bool = False,
 ) -> Listener:
     """Bind the ports and start to serve. Ports are bound before the model is loaded, so that a taken one is known at once.
@@ -61,13 +63,13 @@ async def listen(
     security, ports = config.security, config.server
     interceptors: list[grpc.aio.ServerInterceptor] = []
     if security.tokens_file:
-        interceptors.append(Authentication(load_tokens(Path(security.tokens_file), config.limits)))
+        interceptors.append(Authentication(load_tokens(Path(security.tokens_file), config.limits), on_refused))
     # What ends the service for all is none of those things that a client's token is good for.
     if ports.admin_port is not None or security.tokens_file:
         interceptors.append(NoDrain())
     credentials = server_credentials(security) if security.tls_certificate else None
     api = _server(ports, reuse_port, interceptors)
-    inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, Registrar(api))
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, Registrar(api, on_refused))
     health_pb2_grpc.add_HealthServicer_to_server(lifecycle.health, Registrar(api))
     if ports.admin_port is None:
         add_reflection(api)
@@ -89,15 +91,24 @@ async def listen(
 
 
 def _server(ports: Server, reuse_port: bool, interceptors: Sequence[grpc.aio.ServerInterceptor] = ()) -> grpc.aio.Server:
+    keepalive_ms = round(1000 * ports.keepalive_s)
     options = [
         # On by default, it would let a second server bind the same port in silence.
         ("grpc.so_reuseport", int(reuse_port)),
         ("grpc.max_receive_message_length", ports.max_message_mib * 2**20),
         ("grpc.max_metadata_size", MAX_METADATA_BYTES),
         ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
+        # A peer that has vanished without a word is known by this alone, also where nothing is sent; and clients may ask likewise.
+        ("grpc.keepalive_time_ms", keepalive_ms),
+        ("grpc.keepalive_permit_without_calls", 1),
+        # The one is how long sent bytes may stay unacknowledged by TCP, the other how long a ping may stay unanswered.
+        ("grpc.keepalive_timeout_ms", keepalive_ms),
+        ("grpc.http2.ping_timeout_ms", keepalive_ms),
+        ("grpc.http2.max_pings_without_data", 0),
         ("grpc.http2.min_ping_interval_without_data_ms", 5000),
         # The windows it opens are for what nobody reads yet, too: each call could have the server hold a whole request.
         ("grpc.http2.bdp_probe", 0),
+        ("grpc.server_handshake_timeout_ms", keepalive_ms),
         ("grpc.enable_channelz", int(ports.admin_port is not None)),
     ]
     with _threads_that_do_not_preempt():

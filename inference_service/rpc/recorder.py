@@ -16,6 +16,8 @@ from inference_service.telemetry.metrics import RequestMetrics
 from inference_service.telemetry.tracing import Metadata, RequestTrace, Tracing
 from inference_service.text.tokenizer import Tokenizer
 
+GENERATE = "/inference.v1.InferenceService/Generate"
+
 _CUT_SHORT = {"CANCELLED": "cancelled", "DEADLINE_EXCEEDED": "deadline"}
 """The finish reason of a choice that had not ended when its call did; after any other status it is "error"."""
 
@@ -35,6 +37,14 @@ class Recorder:
         trace = self._tracing.request(metadata, arrival_ns)
         REQUEST.set(RequestIds(request_id, trace.trace_id, trace.span_id))
         return trace
+
+    def refused(self, method: str, metadata: Metadata, error: RpcError) -> None:
+        """A call was refused before its request was read. Others than of Generate are not told of."""
+        if method == GENERATE:
+            now_ns = time.monotonic_ns()
+            self._metrics.ended(error.code.name, arrival_ns=now_ns, end_ns=now_ns, refusal=error.reason)
+            message = error.reason  # the rest of it may quote what was sent
+            self._tracing.request(metadata, now_ns).end(error.code.name, end_ns=now_ns, message=message, model=self._model)
 
     def admitted(self, generation: Generation) -> None:
         """The call is being answered."""

@@ -55,8 +55,9 @@ class FrontEnd:
         self.lifecycle = Lifecycle(config.server, self.engine, on_drain)
         model = config.model.name or model_dir.name
         self._metrics = make_metrics(config.telemetry, index)
-        recorder = Recorder(self._tracing, RequestMetrics(self._metrics, model), model, tokenizer, config.telemetry.record_prompts)
-        self._servicer = InferenceServicer(config, model, tokenizer, self.engine, self.lifecycle, recorder)
+        metrics = RequestMetrics(self._metrics, model)
+        self._recorder = Recorder(self._tracing, metrics, model, tokenizer, config.telemetry.record_prompts)
+        self._servicer = InferenceServicer(config, model, tokenizer, self.engine, self.lifecycle, self._recorder)
         watch_front_end(self._metrics, self.lifecycle, self._tracing)
         if index == 0:
             watch_engine(self._metrics, self.engine)
@@ -64,7 +65,7 @@ class FrontEnd:
     async def listen(self, reuse_port: bool = False) -> str:
         """Bind the ports, before there is an engine; the API's address."""
         self._start.phase(LISTEN)
-        self._listener = await listen(self._config, self._servicer, self.lifecycle, self.engine, reuse_port)
+        self._listener = await listen(self._config, self._servicer, self.lifecycle, self.engine, self._recorder.refused, reuse_port)
         self._start.phase(ENGINE_PROCESS)
         return self._listener.address
 

@@ -40,6 +40,8 @@ from inference_service.text.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[Any, Any]
+TELL_S = 5.0
+"""How long a client has to take a status."""
 FOREVER_S = 10 * 365 * 86400.0
 """A deadline beyond this is none: its nanoseconds would not fit in 64 bits."""
 ROUNDED_BY, EARLY_NS = 100, 20_000_000
@@ -111,7 +113,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             self._lifecycle.left()
             self._recorder.end(trace, request, request_id, code, message=message, error=error, generation=generation)
         if error is not None:
-            await error.abort(context)
+            await _tell(error, context)
 
     def _enter(
         self, request: generate_pb2.GenerateRequest, client: Client | None, deadline_ns: int, metadata: Metadata
@@ -320,6 +322,15 @@ def _expert_loads(samples: Iterable[ExpertSample]) -> list[info_pb2.ExpertLoad]:
     for sample in samples:
         counts[sample.batch].append(sample.distinct)
     return [info_pb2.ExpertLoad(batch=batch, steps=len(each), distinct_experts=fmean(each)) for batch, each in sorted(counts.items())]
+
+
+async def _tell(error: RpcError, context: Context) -> None:
+    """End a call with a status, which travels behind what its client has still to take; one that takes nothing is not waited for."""
+    try:
+        async with asyncio.timeout(TELL_S):
+            await error.abort(context)
+    except TimeoutError:
+        raise asyncio.CancelledError from None
 
 
 def _or_true(message: Any, field: str) -> bool:

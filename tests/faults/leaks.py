@@ -10,6 +10,7 @@ leaks.assert_gone()              # no process is left, nor a directory of its so
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 import time
 from collections import Counter
@@ -19,6 +20,7 @@ import grpc
 
 from inference.v1 import info_pb2
 from tests.service.conftest import RunningServer
+from tests.service.test_prometheus import get, samples
 
 ROLES = {
     "inference_service.cli": "server",
@@ -27,15 +29,20 @@ ROLES = {
     "inference_service.engine.process": "engine",
     "tests.faults.faulty_engine": "engine",
     "tests.faults.slow_engine": "engine",
+    "tests.soak.engine": "engine",
 }
 """Modules that processes run, and what these are then."""
+
+GAUGES = {"inference_streams": "streams", "inference_tasks": "tasks", "inference_telemetry_open_spans": "spans"}
+"""Metrics that must go back, and what they count."""
 
 POOL_THREADS = 8
 """By which the pools of gRPC and asyncio, which grow with the load up to a bound, may differ."""
 
 
 class Leaks:
-    """What a server held when this was made, by the role of its processes: processes, fds, sockets, threads; and requests and pages."""
+    """What a server held when this was made, by the role of its processes: processes, fds, sockets, threads; requests and pages; and, where
+    it has a port for metrics, streams, asyncio tasks and open spans."""
 
     def __init__(self, server: RunningServer) -> None:
         self._server = server
@@ -50,7 +57,7 @@ class Leaks:
             for pid, role in processes(self._server).items():
                 self._pids.add(pid)
                 counts += _held_by(pid, role)
-        return counts + Counter(pages=load.pages_used, requests=load.running + load.waiting)
+        return counts + Counter(pages=load.pages_used, requests=load.running + load.waiting) + gauges(self._server)
 
     def assert_back(self, timeout_s: float = 30.0) -> None:
         """All counts are back to what they were, or below, within the time."""
@@ -105,6 +112,18 @@ def processes(server: RunningServer) -> dict[int, str]:
         except OSError:  # it has just ended, or is somebody else's
             continue
     return {pid: role for pid, role in found.items() if role}
+
+
+def gauges(server: RunningServer) -> Counter[str]:
+    """What the metrics tell of what must go back, over all front ends that live. Nothing without `telemetry.metrics_port`."""
+    counts: Counter[str] = Counter()
+    for port in re.findall(r"metrics on port (\d+)", (server.traces.parent / "server.log").read_text(errors="replace")):
+        try:
+            told = samples(get(f"http://127.0.0.1:{port}/metrics"))
+        except OSError:  # of a front end that has ended
+            continue
+        counts += Counter({what: int(told[name]) for name, what in GAUGES.items()})
+    return counts
 
 
 def _role(directory: Path) -> str:

@@ -14,7 +14,7 @@ from inference.v1 import generate_pb2 as pb
 from tests.faults.leaks import Leaks
 from tests.service.conftest import RunningServer, run_server
 from tests.service.test_generate import request
-from tests.service.test_lifecycle import PACED, started
+from tests.service.test_lifecycle import API, PACED, SERVING, health, started
 
 REQUESTS, CLIENTS = 300, 12
 ENDS = ("abort", "cancel", "deadline", "finish")
@@ -22,7 +22,14 @@ ENDS = ("abort", "cancel", "deadline", "finish")
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one front end", "two front ends"])
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    settings = (*PACED, "model.echo_step_ms=2", "batch.max_requests=6", "cache.pages=200", f"server.workers={request.param}")
+    settings = (
+        *PACED,
+        "model.echo_step_ms=2",
+        "batch.max_requests=6",
+        "cache.pages=200",
+        "telemetry.metrics_port=0",
+        f"server.workers={request.param}",
+    )
     with run_server(tmp_path_factory.mktemp("storm"), *settings) as server:
         yield server
 
@@ -68,4 +75,5 @@ def test_a_storm_of_aborts_leaves_nothing_behind(server: RunningServer) -> None:
         assert ids == list(range(201 + number, 201 + number + len(ids))), "no token is lost, none comes twice"
         assert len(ids) == 40 or end != "finish"
     leaks.assert_back()
+    assert health(server, "") == health(server, API) == SERVING
     assert started(server, request([100], 5)).result().ids == [101, 102, 103, 104, 105]

@@ -22,7 +22,7 @@ from tests.service.test_generate import detail, request
 from tests.service.test_lifecycle import API, NOT_SERVING, PACED, SERVING, Consumer, error_of_server, eventually, health, load, started
 
 FAULTY = ("-m", "tests.faults.serve_with", "tests.faults.faulty_engine")
-SETTINGS = (*PACED, "server.engine_timeout_s=2", "server.engine_restarts=100")
+SETTINGS = (*PACED, "server.engine_timeout_s=2", "server.engine_restarts=100", "telemetry.metrics_port=0")
 
 
 @pytest.fixture(scope="module")

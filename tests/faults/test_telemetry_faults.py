@@ -22,10 +22,11 @@ from inference_service.messages import StepWork
 from inference_service.telemetry import names
 from inference_service.telemetry.metrics import EngineMetrics, Metrics
 from inference_service.telemetry.tracing import Tracing
+from tests.faults.leaks import Leaks
 from tests.service.conftest import RunningServer, run_server
 from tests.service.otlp_receiver import run_receiver
 from tests.service.test_generate import collect, request
-from tests.service.test_lifecycle import eventually
+from tests.service.test_lifecycle import API, SERVING, eventually, health
 from tests.service.test_prometheus import get, metrics_address
 
 SOON_S = 20
@@ -61,9 +62,13 @@ def serve_some(server: RunningServer, count: int) -> None:
 
 def test_a_full_disk_costs_spans_and_nothing_else(tmp_path: Path) -> None:
     with run_server(tmp_path, "model.load_format=echo", "telemetry.trace_file=/dev/full", "telemetry.metrics_port=0") as server:
-        serve_some(server, 3)
+        serve_some(server, 1)
+        leaks = Leaks(server)
+        serve_some(server, 2)
         # Of the start: it and its five phases; of a request: its server span and three children.
         eventually(lambda: lost_spans(server) == 6 + 3 * 4)
+        assert health(server, "") == health(server, API) == SERVING
+        leaks.assert_back()
         assert server.stop() == 0
     log = (tmp_path / "server.log").read_text()
     assert log.count("cannot write traces to /dev/full: No space left on device") == 1
@@ -76,7 +81,10 @@ def test_a_dead_collector_holds_up_neither_streams_nor_the_end(receiver: Callabl
         with run_server(tmp_path, *settings) as server:
             serve_some(server, 5)
             eventually(lambda: lost_spans(server) > 0)
+            leaks = Leaks(server)
             serve_some(server, 5)
+            assert health(server, "") == health(server, API) == SERVING
+            leaks.assert_back()
             begin = time.monotonic()
             assert server.stop() == 0
             assert time.monotonic() - begin < SOON_S

@@ -31,7 +31,8 @@ MANY = 12
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    with run_server(tmp_path_factory.mktemp("pair"), *PACED, "server.workers=2", "server.engine_timeout_s=3", program=SERVE) as server:
+    settings = (*PACED, "server.workers=2", "server.engine_timeout_s=3", "telemetry.metrics_port=0")
+    with run_server(tmp_path_factory.mktemp("pair"), *settings, program=SERVE) as server:
         yield server
 
 

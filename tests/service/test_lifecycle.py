@@ -328,7 +328,9 @@ def test_an_engine_whose_front_end_is_killed_ends(tmp_path: Path) -> None:
 
 
 def test_a_stuck_reader_is_cut_off(tmp_path: Path) -> None:
-    with run_server(tmp_path, "model.load_format=echo", "model.max_context=100000", "server.stuck_reader_s=1") as server:
+    # A process that is stopped answers no pings either.
+    settings = ("model.max_context=100000", "server.stuck_reader_s=1", "server.keepalive_s=1000")
+    with run_server(tmp_path, "model.load_format=echo", *settings) as server:
         program = f"""
 import grpc, os, signal
 from inference.v1 import generate_pb2 as pb, inference_pb2_grpc

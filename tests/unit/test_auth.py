@@ -104,9 +104,11 @@ def _caller() -> str:
 
 
 @asynccontextmanager
-async def served() -> AsyncIterator[grpc.aio.Channel]:
+async def served(refused: list[tuple[str, str]] | None = None) -> AsyncIterator[grpc.aio.Channel]:
+    """`refused` gets method and reason of each call that is."""
+    told = [] if refused is None else refused
     tokens = Tokens([Client(name="alice", token=ALICE), Client(name="bob", token=BOB)], Limits())
-    server = grpc.aio.server(interceptors=[Authentication(tokens)])
+    server = grpc.aio.server(interceptors=[Authentication(tokens, lambda method, _, error: told.append((method, error.reason)))])
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(Echo(), server)
     servicer = health.aio.HealthServicer()
     await servicer.set("", health_pb2.HealthCheckResponse.SERVING)
@@ -151,11 +153,10 @@ async def test_handlers_know_their_own_caller() -> None:
     ],
 )
 async def test_only_a_known_token_is_let_in(metadata: list[tuple[str, str]], reason: str | None) -> None:
-    async with served() as channel:
-        calls: list[Any] = [
-            channel.unary_unary("/inference.v1.InferenceService/GetModelInfo"),
-            channel.unary_stream("/inference.v1.InferenceService/Generate"),
-        ]
+    told: list[tuple[str, str]] = []
+    methods = ["/inference.v1.InferenceService/GetModelInfo", "/inference.v1.InferenceService/Generate"]
+    async with served(told) as channel:
+        calls: list[Any] = [channel.unary_unary(methods[0]), channel.unary_stream(methods[1])]
         for call in calls:
             error = await _error(call(b"", metadata=metadata, timeout=10))
             if reason is None:
@@ -164,6 +165,7 @@ async def test_only_a_known_token_is_let_in(metadata: list[tuple[str, str]], rea
                 assert error is not None and error.code() == grpc.StatusCode.UNAUTHENTICATED
                 assert _reason(error) == reason
                 assert ALICE not in error.details()
+    assert told == ([(method, reason) for method in methods] if reason else [])
 
 
 async def test_health_needs_no_token_and_other_services_do() -> None:

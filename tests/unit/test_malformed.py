@@ -41,9 +41,12 @@ class Identify(grpc.aio.ServerInterceptor):
 
 
 @asynccontextmanager
-async def served() -> AsyncIterator[Any]:
+async def served(refused: list[tuple[str, str]] | None = None) -> AsyncIterator[Any]:
+    """`refused` gets method and reason of each call that is."""
+    told = [] if refused is None else refused
     server = grpc.aio.server(interceptors=[Identify()])
-    inference_pb2_grpc.add_InferenceServiceServicer_to_server(Echo(), Registrar(server))
+    registrar = Registrar(server, lambda method, _, error: told.append((method.rpartition("/")[2], error.reason)))
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(Echo(), registrar)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
@@ -79,8 +82,10 @@ async def test_a_request_is_read_and_others_after_it_are_not(method: str) -> Non
 
 @pytest.mark.parametrize("method", METHODS)
 async def test_bytes_that_are_no_message_are_an_invalid_argument(method: str, caplog: pytest.LogCaptureFixture) -> None:
-    async with served() as channel:
+    told: list[tuple[str, str]] = []
+    async with served(told) as channel:
         code, details = await ends(channel, method, b"\xff\xff")
+    assert told == [(method, "MALFORMED_REQUEST")]
     assert code == "INVALID_ARGUMENT" and f"inference.v1.{method}Request" in details
     assert "Traceback" not in caplog.text
 
@@ -94,8 +99,10 @@ async def test_a_call_without_a_request_is_an_invalid_argument(method: str) -> N
 @pytest.mark.parametrize("method", METHODS)
 async def test_a_request_that_does_not_come_is_not_waited_for(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(malformed, "REQUEST_S", 0.2)
-    async with served() as channel:
+    told: list[tuple[str, str]] = []
+    async with served(told) as channel:
         code, details = await asyncio.wait_for(ends(channel, method, half_close=False), 10)
+    assert told == [(method, "NO_REQUEST")]
     assert (code, details) == ("DEADLINE_EXCEEDED", "no request came within 0.2 s")
 
 
