@@ -111,7 +111,8 @@ class Control(Generic[Received, Sent]):
 
     def send(self, message: Sent) -> None:
         """Queue a message; one for an end that is gone is dropped."""
-        self._writer.write(self._encoder.encode(message) + b"\n")
+        if not self._writer.is_closing():
+            self._writer.write(self._encoder.encode(message) + b"\n")
 
     async def __aiter__(self) -> AsyncIterator[Received]:
         with suppress(ConnectionError):
