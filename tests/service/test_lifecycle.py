@@ -38,9 +38,22 @@ def eventually(condition: Callable[[], bool], timeout: float = 20) -> None:
         time.sleep(0.02)
 
 
+def asked(server: RunningServer, ask: Callable[[grpc.Channel], Any]) -> Any:
+    """The answer of a short call. A connection that the kernel has given to a front end which ends is reset: then another one is asked."""
+    for again in (True, True, True, False):
+        try:
+            with server.channel() as channel:
+                return ask(channel)
+        except grpc.RpcError as error:
+            if not again or error.code() != grpc.StatusCode.UNAVAILABLE:
+                raise
+            time.sleep(0.1)
+    raise AssertionError
+
+
 def health(server: RunningServer, service: str) -> int:
-    with server.channel() as channel:
-        return int(health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=service), timeout=10).status)
+    question = health_pb2.HealthCheckRequest(service=service)
+    return int(asked(server, lambda channel: health_pb2_grpc.HealthStub(channel).Check(question, timeout=10)).status)
 
 
 class Consumer(threading.Thread):
@@ -99,8 +112,7 @@ def paced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
 
 
 def load(server: RunningServer) -> Any:
-    with server.stub() as stub:
-        return stub.GetLoad(info_pb2.GetLoadRequest(), timeout=10)
+    return asked(server, lambda channel: InferenceServiceStub(channel).GetLoad(info_pb2.GetLoadRequest(), timeout=10))
 
 
 def test_a_client_that_vanishes_frees_its_pages(paced: RunningServer) -> None:
