@@ -82,6 +82,7 @@ def estimate(config: Config, memory_gib: float) -> Size:
     weights = count_parameters(shape, dtype) * dtype.itemsize
     needs = Needs(
         total=int(memory_gib * GIB),
+        others=0,
         loaded=weights + int(CODE_GIB * GIB),
         graphs=int(GRAPHS_GIB * GIB),
         activations=_activations(config, shape, dtype),

@@ -97,7 +97,10 @@ def _learn_needs(
     graphs = with_graphs - used_bytes() + SMALL_GRAPH_BYTES * (2 * len(sizes) - captured)
     trial.close()
     del trial
-    return Needs(torch.cuda.mem_get_info()[1], used_bytes(), graphs, activations)
+    # What a process that was ending at the start has given back since then must not be taken for ours.
+    used, held = used_bytes(), torch.cuda.memory_reserved()
+    ours = max(used - loaded.taken_bytes, held)
+    return Needs(torch.cuda.mem_get_info()[1], used - ours, ours, graphs, activations)
 
 
 def _sorted_tokens(sizes: list[Sizes], mixed: bool) -> list[int]:

@@ -11,6 +11,7 @@ import torch
 from inference_service.config import Config, ConfigError
 from inference_service.engine.step import ExecutorInfo
 from inference_service.execution.device import TargetDevice, find_device, find_dtype, find_setting
+from inference_service.execution.memory import used_bytes
 from inference_service.execution.tuning import describe, find_misfit, load_tuning, tuning_file
 from inference_service.kernels.selection import Choice, make_operators, select
 from inference_service.kernels.support import dtype_name
@@ -36,6 +37,8 @@ class LoadedModel:
     target: TargetDevice
     choices: list[Choice]
     parameters: int
+    taken_bytes: int = 0
+    """Of the GPU's memory when nothing was loaded yet: by other processes, and by CUDA for this one."""
 
     def info(self, pages: int) -> ExecutorInfo:
         return ExecutorInfo(
@@ -54,6 +57,7 @@ class LoadedModel:
 def load_model(config: Config, model_dir: Path, progress: Report) -> LoadedModel:
     """Choose the kernels, build the model, and load its weights. Raises ConfigError or ModelError, which name key, or file and tensor."""
     target = find_device(config)
+    taken_bytes = used_bytes() if target.device.type == "cuda" else 0
     shape = apply_config(read_config(model_dir), config)
     dtype = find_dtype(config, target.device, shape.dtype)
     choices = choose(config, target, shape, dtype, progress)
@@ -73,7 +77,7 @@ def load_model(config: Config, model_dir: Path, progress: Report) -> LoadedModel
         load_checkpoint(model_dir, weights, shape.tied_embeddings, shape.unused, to_fp8=config.model.quantization == "fp8")
     weights.clear()
     model.pack()
-    return LoadedModel(model, shape, dtype, target, choices, parameters)
+    return LoadedModel(model, shape, dtype, target, choices, parameters, taken_bytes)
 
 
 def choose(

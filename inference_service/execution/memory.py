@@ -51,16 +51,19 @@ class Needs:
 
     total: int
     """All that the GPU has."""
+    others: int
+    """What other processes have of it."""
     loaded: int
-    """Weights, the kernels' code and workspaces, and what other processes have."""
+    """Weights, and the kernels' code and workspaces."""
     graphs: int
     activations: int
 
     def pages(self, config: Config, page_bytes: int) -> int:
-        """Pages that fit. Raises ConfigError where not one does."""
+        """Pages that fit into this process's share of the GPU, and beside the others. Raises ConfigError where not one does."""
         if config.cache.pages:
             return config.cache.pages
-        left = int(config.cache.gpu_memory_fraction * self.total) - self.loaded - self.graphs - self.activations
+        share_bytes = min(int(config.cache.gpu_memory_fraction * self.total), self.total - self.others)
+        left = share_bytes - self.loaded - self.graphs - self.activations
         if left < page_bytes:
             share = f"{config.cache.gpu_memory_fraction} of {self.total / GIB:.1f} GiB"
             raise ConfigError(f"cache.gpu_memory_fraction: {share} leaves no room for a KV page; {self.ledger(0)}")
@@ -68,6 +71,6 @@ class Needs:
 
     def ledger(self, pool: int) -> str:
         """Where the GPU's memory goes, in GiB."""
-        free = self.total - self.loaded - self.graphs - self.activations - pool
-        entries = {"weights and code": self.loaded, "graphs": self.graphs, "activations": self.activations, "KV pool": pool, "free": free}
+        entries = {"weights and code": self.loaded, "graphs": self.graphs, "activations": self.activations, "KV pool": pool}
+        entries |= {"other processes": self.others, "free": self.total - self.others - sum(entries.values())}
         return f"memory of {self.total / GIB:.1f} GiB: " + ", ".join(f"{name} {size / GIB:.2f}" for name, size in entries.items())

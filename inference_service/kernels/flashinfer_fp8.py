@@ -12,7 +12,7 @@ from torch import Tensor
 
 from inference_service.kernels.fp8 import BLOCK, BlockFp8
 
-GEMV_TOKENS = 4
+GEMV_TOKENS = 2
 """Up to so many tokens the own product is faster (benchmarks/fp8.py)."""
 MOE_GEMV_TOKENS = 8
 """Up to so many tokens it is faster to stream experts once a token."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -65,8 +66,10 @@ def load_checkpoint(
     _check(entries, weights, model_dir)
     if not to_fp8:
         _check_kept(entries, weights)
-    for file in sorted({entry.file for entry in entries.values()}):
-        _copy(file, {name: entry for name, entry in entries.items() if entry.file == file}, weights, to_fp8)
+    with ExitStack() as stack:
+        files = _Files(stack)
+        for file in sorted({entry.file for entry in entries.values()}):
+            _copy(file, {name: entry for name, entry in entries.items() if entry.file == file}, files, weights, to_fp8)
 
 
 def _join_mxfp4(entries: dict[str, Entry]) -> dict[str, Entry]:
@@ -104,23 +107,35 @@ def _check_kept(entries: dict[str, Entry], weights: dict[str, Tensor]) -> None:
             raise ModelError(f"{entry.file}: {name} has dtype {entry.dtype}, though config.json's quantization_config is fp8: {wanted}")
 
 
-def _copy(file: Path, entries: dict[str, Entry], weights: dict[str, Tensor], to_fp8: bool) -> None:
+class _Files(dict[Path, Any]):
+    """Each file of tensors, opened at its first use: to open one is to read a header that may list thousands."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        super().__init__()
+        self._stack = stack
+
+    def __missing__(self, file: Path) -> Any:
+        self[file] = opened = self._stack.enter_context(safe_open(file, framework="pt"))
+        return opened
+
+
+def _copy(file: Path, entries: dict[str, Entry], files: _Files, weights: dict[str, Tensor], to_fp8: bool) -> None:
     name = ""
     try:
-        with safe_open(file, framework="pt") as tensors:
-            for name, entry in entries.items():
-                if entry.scales is None:
-                    tensor = tensors.get_tensor(name)
-                    if to_fp8 and in_fp8(name):
-                        _place_fp8(name, quantize(tensor.to(weights[name].device)), weights)
-                    else:
-                        weights[name].copy_(tensor)
-                    continue
-                with safe_open(entry.scales, framework="pt") as others:
-                    if entry.dtype in FP8:
-                        _place_fp8(name, BlockFp8(tensors.get_tensor(name), others.get_tensor(name + FP8_SCALES).float()), weights)
-                    else:
-                        dequantize_into(weights[name], tensors.get_tensor(name + BLOCKS), others.get_tensor(name + SCALES))
+        tensors = files[file]
+        for name, entry in entries.items():
+            if entry.scales is None:
+                tensor = tensors.get_tensor(name)
+                if to_fp8 and in_fp8(name):
+                    _place_fp8(name, quantize(tensor.to(weights[name].device)), weights)
+                else:
+                    weights[name].copy_(tensor)
+            elif entry.dtype in FP8:
+                scales = files[entry.scales].get_tensor(name + FP8_SCALES)
+                _place_fp8(name, BlockFp8(tensors.get_tensor(name), scales.float()), weights)
+            else:
+                scales = files[entry.scales].get_tensor(name + SCALES)
+                dequantize_into(weights[name], tensors.get_tensor(name + BLOCKS), scales)
     except (SafetensorError, OSError) as error:
         raise ModelError(f"{file}: {name or 'cannot be opened'}: {error}") from None
 

@@ -96,7 +96,10 @@ class Tracing:
 
     def sampled(self, trace_id: int, name: str) -> bool:
         """Whether a new trace is kept, as OTEL_TRACES_SAMPLER says."""
-        return self._provider is not None and self._provider.sampler.should_sample(Context(), trace_id, name).decision.is_sampled()
+        if self._provider is None:
+            return False
+        decision = self._provider.sampler.should_sample(Context(), trace_id, name).decision
+        return bool(decision.is_sampled())  # type: ignore[no-untyped-call]
 
     def flush(self) -> None:
         """Export what has ended so far; blocks."""

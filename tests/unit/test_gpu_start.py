@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from inference_service.execution.memory import GIB, Needs
 from inference_service.execution.packed_inputs import Sizes, SlotTable
 from inference_service.execution.tuning import Tuning, compare, find_misfit, load_tuning, save_tuning, tuning_file
 
-NEEDS = Needs(total=100 * GIB, loaded=60 * GIB, graphs=2 * GIB, activations=3 * GIB)
+NEEDS = Needs(total=100 * GIB, others=0, loaded=60 * GIB, graphs=2 * GIB, activations=3 * GIB)
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 7, 8, 12, 100, 256, 1000])
@@ -40,9 +41,17 @@ def test_the_pool_gets_what_the_fraction_leaves() -> None:
     config = load_config(None, ["cache.gpu_memory_fraction=0.9"])
     assert NEEDS.pages(config, 1 << 20) == 25 * 1024
     assert NEEDS.pages(load_config(None, ["cache.pages=7"]), 1 << 20) == 7
-    assert "KV pool 25.00, free 10.00" in NEEDS.ledger(25 * GIB)
+    assert "KV pool 25.00, other processes 0.00, free 10.00" in NEEDS.ledger(25 * GIB)
     with pytest.raises(ConfigError, match=r"cache\.gpu_memory_fraction: 0\.65 of 100\.0 GiB leaves no room"):
         NEEDS.pages(load_config(None, ["cache.gpu_memory_fraction=0.65"]), 1 << 20)
+
+
+def test_other_processes_take_nothing_of_the_share_but_bound_it() -> None:
+    config = load_config(None, ["cache.gpu_memory_fraction=0.4"])
+    needs = Needs(total=100 * GIB, others=45 * GIB, loaded=20 * GIB, graphs=2 * GIB, activations=3 * GIB)
+    assert needs.pages(config, 1 << 20) == 15 * 1024
+    assert "other processes 45.00, free 15.00" in needs.ledger(15 * GIB)
+    assert replace(needs, others=70 * GIB).pages(config, 1 << 20) == 5 * 1024
 
 
 def test_a_measurement_counts_only_where_it_was_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
