@@ -98,7 +98,7 @@ class Kernels(Section, frozen=True):
     attention_decode: str = "auto"
     attention_prefill: str = "auto"
     attention_mixed: str = "auto"
-    """Attention of a step with prefill that a CUDA graph holds."""
+    """Attention of a step with prefill that a CUDA graph holds; auto: longer steps attend as was measured fastest for their size."""
     kv_append: str = "auto"
     """QK norm, rotary embedding, and appending to the cache."""
     mla_decode: str = "auto"

@@ -23,7 +23,7 @@ from inference_service.config import ConfigError
 FAMILIES: dict[tuple[str, ...], float] = {
     ("attention_decode",): 4,
     ("attention_prefill",): 2,
-    ("attention_mixed",): 1,
+    ("attention_mixed",): 6,
     ("moe", "moe_fp8"): 3,
     ("gemm", "gemm_fp8"): 3,
     ("routing", "sampling", "norm", "rope", "kv_append"): 3,
@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("--without", metavar="BACKEND,...", default="", help="leave these out, such as pod, which compiles for minutes")
     parser.add_argument("--json", metavar="FILE", type=Path, help="where each result goes as it comes, a line of JSON")
     parser.add_argument("--resume", action="store_true", help="keep what FILE has, and run the rest")
-    parser.add_argument("--budget-s", metavar="N", type=float, default=240.0, help="time for all, without compilations (%(default).0f)")
+    parser.add_argument("--budget-s", metavar="N", type=float, default=300.0, help="time for all, without compilations (%(default).0f)")
     parser.add_argument("--hang-s", metavar="N", type=float, default=240.0, help="end a family silent for so long (%(default).0f)")
     parser.add_argument("--plot", metavar="FILE", type=Path, help="show what an earlier run found, and run nothing")
     parser.add_argument("--images", metavar="DIR", type=Path, help="with --plot: draw kernels-OPERATOR.png there")

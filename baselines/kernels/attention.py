@@ -225,14 +225,17 @@ class AttentionMixed(Attention):
     name = "attention_mixed"
 
     def cases(self) -> list[Case]:
-        grid = self.bench.grid
-        if grid.mixed_context > self.bench.shape.max_context:
-            return []
-        sizes = product(grid.chunks, grid.mixed_decodes)
-        return [Case("mixed", {"chunk": chunk, "decodes": decodes, "context": grid.mixed_context}) for chunk, decodes in sizes]
+        grid, longest = self.bench.grid, self.bench.shape.max_context
+        sizes = product(grid.chunks, grid.mixed_decodes, grid.mixed_contexts)
+        return [
+            Case("mixed", {"chunk": chunk, "decodes": decodes, "context": context})
+            for chunk, decodes, context in sizes
+            if max(chunk, context) <= longest
+        ]
 
     def rows_of(self, case: Case) -> tuple[list[int], list[tuple[int, int]]]:
-        return [case.sizes["context"]] * case.sizes["decodes"], [(case.sizes["chunk"], case.sizes["context"])]
+        chunk, context = case.sizes["chunk"], case.sizes["context"]
+        return [context] * case.sizes["decodes"], [(chunk, max(chunk, context))]
 
     def backends(self) -> list[Backend]:
         row = flashinfer_row(self.name, "pod", adapters.Pod)
@@ -262,5 +265,6 @@ class AttentionMixed(Attention):
     def _gathers(self, case: Case) -> str:
         decodes, chunks = self.rows_of(case)
         shape, tokens = self.bench.shape, len(decodes) + sum(length for length, _ in chunks)
-        gathered = 8 * tokens * case.sizes["context"] * shape.kv_heads * shape.head_dim
+        longest = max(*decodes, *(context for _, context in chunks))
+        gathered = 8 * tokens * longest * shape.kv_heads * shape.head_dim
         return f"would gather {gathered / 2**30:.0f} GiB" if gathered > LARGEST_GATHER else ""

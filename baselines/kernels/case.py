@@ -48,13 +48,14 @@ class Grid:
     """Of products in FP8: for each DeepGEMM compiles some seconds."""
     prefills: tuple[int, ...] = (512, 2048, 8192)
     prefill_batches: tuple[int, ...] = (1, 4)
-    chunks: tuple[int, ...] = (512, 2048)
+    chunks: tuple[int, ...] = (256, 512, 2048)
     """Prompt tokens of a mixed step."""
-    mixed_decodes: tuple[int, ...] = (32, 128)
-    mixed_context: int = 2048
+    mixed_decodes: tuple[int, ...] = (8, 32, 128)
+    mixed_contexts: tuple[int, ...] = (512, 2048, 8192)
+    """Of its decodes; the chunk is the end of as long a context, or a whole one where it is longer."""
 
 
-SMALL = Grid((1, 8), (256,), (), (4,), (1, 8), (8,), (128,), (1,), (64,), (4,), 128)
+SMALL = Grid((1, 8), (256,), (), (4,), (1, 8), (8,), (128,), (1,), (64,), (4,), (32, 128))
 """For a CPU."""
 
 

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
 from typing import BinaryIO
@@ -18,7 +19,7 @@ import msgspec
 import torch
 
 from baselines.kernels.attention import AttentionDecode, AttentionMixed, AttentionPrefill
-from baselines.kernels.case import TOLERANCES, Backend, Bench, Case, Operator
+from baselines.kernels.case import SMALL, TOLERANCES, Backend, Bench, Case, Operator
 from baselines.kernels.elementwise import KvAppend, Norm, Rope
 from baselines.kernels.gemm import Fp8Gemm, Gemm
 from baselines.kernels.limits import limits_of
@@ -59,6 +60,8 @@ class Job(msgspec.Struct, frozen=True):
     done: list[Key] = []
     excluded: list[tuple[str, str]] = []
     """Backends, each after its operator, that ended the process before."""
+    small: bool = False
+    """The sizes for a CPU, on a GPU too: to see whether backends are right, not how fast they are."""
 
 
 class Begun(msgspec.Struct, frozen=True, tag="begun"):
@@ -225,7 +228,8 @@ def main() -> None:
     job = msgspec.json.decode(line, type=Job)
     torch.manual_seed(0)
     with torch.inference_mode():
-        Family(job, make_bench(job.config, job.overrides), send).run()
+        bench = make_bench(job.config, job.overrides)
+        Family(job, replace(bench, grid=SMALL) if job.small else bench, send).run()
 
 
 def take_stdout() -> BinaryIO:

@@ -220,6 +220,16 @@ class CudaExecutor:
     def drop_graphs(self) -> None:
         self._graphs = StepGraphs(self._runner, self._slots)
 
+    def try_fused(self) -> None:
+        """Compute a step by each form that attends to decodes and chunks at once, so that it is loaded and has its memory, whatever steps
+        it is chosen for."""
+        attention, decodes = self._runner.model.operators.attention, min(3, self._slots.padding - 1)
+        chosen = attention.fused
+        for form in chosen.forms() if chosen and decodes else []:
+            attention.fused = form
+            self.prefill(min(self._step_tokens, self.info.max_context) - decodes, decodes, logprobs=1)
+        attention.fused = chosen
+
     def prefill(self, tokens: int, decodes: int = 0, sampling: Sampling = GREEDY, logprobs: int = -1) -> None:
         """Compute a step of so many prefill tokens beside so many decodes, whatever it does to the cache, which nobody uses yet."""
         size, vocabulary, used = self._slots.page_size, self.info.vocab_size, decodes

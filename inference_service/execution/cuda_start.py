@@ -82,6 +82,7 @@ def _learn_needs(
     """Run the largest step of each kind against a pool just large enough, and see what it takes."""
     batch, page_size = config.batch, config.cache.page_size
     trial = CudaExecutor(config, loaded, batch.max_requests - (-batch.step_tokens // page_size), stream)
+    trial.try_fused()
     used_bytes()
     reserved = torch.cuda.memory_reserved()
     torch.cuda.reset_peak_memory_stats()

@@ -90,7 +90,7 @@ def choose(
     made_for = describe(target, setting, shape)
     tuning = load_tuning(made_for)
     progress(f"kernels were measured: {tuning_file(made_for)}" if tuning else "kernels were not measured here: `prebuild` does that")
-    return select(config.kernels, setting, tuning.fastest if tuning else None)
+    return select(config.kernels, setting, tuning.fastest, tuning.mixed) if tuning else select(config.kernels, setting)
 
 
 def apply_config(shape: ModelConfig, config: Config) -> ModelConfig:

@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from inference_service.execution.device import TargetDevice
+from inference_service.kernels.attention_forms import FormTimes
 from inference_service.kernels.support import FP8_CACHE, Setting, dtype_name
 from inference_service.kernels.versions import jit_cache_versions
 from inference_service.models.config import ModelConfig
@@ -26,6 +27,8 @@ class Tuning(msgspec.Struct, frozen=True):
     """A launch of each backend of an operator, summed over the timed shapes."""
     expert_tactics: dict[int, tuple[int, int]] = {}
     """By tokens: FlashInfer's numbers of the CUTLASS kernels of both products (kernels/expert_tactics.py)."""
+    mixed: list[FormTimes] = []
+    """How the attention of eager steps with decodes and prefill chunks is fastest (kernels/attention_forms.py)."""
 
 
 def cache_directory() -> Path:

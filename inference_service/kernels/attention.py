@@ -85,6 +85,10 @@ class FusedAttention:
     steps = 0
     """How many it has planned."""
 
+    def forms(self) -> list[FusedAttention]:
+        """What launches: itself, unless it chooses among others."""
+        return [self]
+
     def serves(self, layout: StepLayout) -> bool:
         """Whether a step is one that it is made for."""
         return 0 < layout.decodes < len(layout.lengths)

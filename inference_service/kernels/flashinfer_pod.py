@@ -101,6 +101,17 @@ class Pod(FusedAttention):
         return o_THD
 
 
+def find_obstacle(backend: str, dtype: torch.dtype, head_dim: int) -> str:
+    """Why `prebuild` does not time POD or batch POD; empty where it does. Of what is not compiled yet it compiles batch POD alone."""
+    from inference_service.kernels import flashinfer_pod_ops
+
+    if flashinfer_pod_ops.is_compiled(backend, dtype, head_dim):
+        return ""
+    if backend == "pod":
+        return "FlashInfer compiles it for more than 8 minutes on 16 cores; a start with kernels.attention_mixed: pod does that"
+    return "" if flashinfer_pod_ops.has_compiler() else "it is not compiled, and here is no nvcc"
+
+
 class HolisticAttention(FusedAttention):
     """`flashinfer.attention.BatchAttention`, whose plan waits for the device: for comparison, not for speed."""
 

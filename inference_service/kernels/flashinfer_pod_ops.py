@@ -5,9 +5,12 @@ To be imported where FlashInfer is installed. Shapes as in `attention`, and L to
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import flashinfer.attention
+import flashinfer.jit
 import flashinfer.pod
 import torch
 from torch import Tensor
@@ -20,6 +23,22 @@ LAYOUT = "HND"
 
 _WRAPPERS: list[Any] = []
 """Where plans lie; an operator is told which by its number."""
+
+
+def is_compiled(backend: str, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether POD's module, or batch POD's, is there already for plain attention."""
+    if backend == "pod":
+        spec = flashinfer.jit.gen_pod_module(dtype, dtype, dtype, head_dim, 0, False, False, False, torch.int32, 0, False, False)
+    else:
+        spec = flashinfer.jit.gen_batch_pod_module(dtype, dtype, dtype, head_dim, 0, False, False, False, torch.int32, 0, False, False)
+    return bool(spec.is_compiled)
+
+
+def has_compiler() -> bool:
+    """Whether there is an nvcc, where FlashInfer looks for it."""
+    from torch.utils.cpp_extension import CUDA_HOME
+
+    return Path(os.environ.get("FLASHINFER_NVCC") or f"{CUDA_HOME}/bin/nvcc").exists()
 
 
 def make_batch_pod_wrapper(workspace: Tensor) -> int:

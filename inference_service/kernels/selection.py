@@ -4,13 +4,14 @@ support table's first that can."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from inference_service.config import ConfigError, Kernels
 from inference_service.kernels import support
 from inference_service.kernels.attention import FusedAttention, SplitAttention
+from inference_service.kernels.attention_forms import FORMS, FormTable, FormTimes, FusedByTable, split_name
 from inference_service.kernels.attention_mixed import StepAttention
 from inference_service.kernels.fp8 import Fp8Gemm, Fp8Moe
 from inference_service.kernels.gemm import Gemm
@@ -85,18 +86,22 @@ class Choice:
 
     row: support.Row
     reason: str
+    table: FormTable | None = None
+    """Of `attention_mixed`, where it was measured how eager steps attend fastest."""
 
     def message(self) -> Kernel:
         return Kernel(self.row.operator, self.row.backend, self.reason)
 
 
-def select(forced: Kernels, setting: Setting, measured: Mapping[str, str] | None = None) -> list[Choice]:
+def select(forced: Kernels, setting: Setting, measured: Mapping[str, str] | None = None, mixed: Sequence[FormTimes] = ()) -> list[Choice]:
     """One choice for each operator of the model. A forced backend that cannot run is replaced, with a warning that names both and why.
 
-    `measured` names the fastest backend of some operators. Raises ConfigError, which names `kernels.<operator>`, for a backend that does
-    not exist.
+    `measured` names the fastest backend of some operators; `mixed` are times of eager steps with decodes and chunks. Raises ConfigError,
+    which names `kernels.<operator>`, for a backend that does not exist.
     """
     choices = [_choose(operator, getattr(forced, operator), setting, measured or {}) for operator in operators_of(setting)]
+    if mixed and forced.attention_mixed == "auto":
+        choices = _with_table(choices, setting, mixed)
     has_fp8 = any(choice.row.operator == "moe_fp8" and choice.row.backend != DEQUANTIZED for choice in choices)
     return [choice for choice in choices if not (has_fp8 and choice.row.operator == "moe")]
 
@@ -105,11 +110,19 @@ def make_operators(choices: list[Choice]) -> Operators:
     """Make the chosen backends."""
     made: dict[str, Any] = {row.operator: row.make() for row in support.TABLE if row.backend == "torch"}
     made |= {choice.row.operator: choice.row.make() for choice in choices}
-    fused = made["attention_mixed"] if isinstance(made["attention_mixed"], FusedAttention) else None
+    fused = made["attention_mixed"] if isinstance(made["attention_mixed"], FusedAttention) else _make_fused(choices)
     attention = SplitAttention(made.pop("attention_decode"), made.pop("attention_prefill"), fused)
     split = SplitMla(made.pop("mla_decode"), made.pop("mla_prefill"))
     mla = MlaOperators(split, made.pop("mla_mixed"), made.pop("mla_append"))
     return Operators(attention=attention, mla=mla, **made)
+
+
+def _make_fused(choices: list[Choice]) -> FusedAttention | None:
+    """The forms that the measured table has for some step; no others, since each takes memory."""
+    table = next((choice.table for choice in choices if choice.table), None)
+    if table is None or not table.forms:
+        return None
+    return FusedByTable(table, {row.backend: row.make() for row in support.rows("attention_mixed") if row.backend in table.forms})
 
 
 def keeps_from_graph(choices: list[Choice]) -> list[Choice]:
@@ -120,6 +133,26 @@ def keeps_from_graph(choices: list[Choice]) -> list[Choice]:
 def captures_mixed(choices: list[Choice]) -> bool:
     """Whether a CUDA graph can hold a step with prefill chunks, as far as their attention goes."""
     return all(choice.row.graph for choice in choices if choice.row.operator in ("attention_mixed", "mla_mixed"))
+
+
+def fused_forms(setting: Setting) -> list[str]:
+    """The forms beside split that measurement may choose among."""
+    return [row.backend for row in support.rows("attention_mixed") if row.backend in FORMS and not row.refusal(setting)]
+
+
+def split_of(choices: list[Choice]) -> tuple[support.Row, support.Row]:
+    """The backends of the split form: for decodes and for prefill chunks."""
+    rows = {choice.row.operator: choice.row for choice in choices}
+    return rows["attention_decode"], rows["attention_prefill"]
+
+
+def _with_table(choices: list[Choice], setting: Setting, mixed: Sequence[FormTimes]) -> list[Choice]:
+    decode, prefill = split_of(choices)
+    table = FormTable(mixed, split_name(decode.backend, prefill.backend), fused_forms(setting))
+    return [
+        replace(choice, reason=f"{choice.reason}; {table.describe()}", table=table) if choice.row.operator == "attention_mixed" else choice
+        for choice in choices
+    ]
 
 
 def _choose(operator: str, wanted: str, setting: Setting, measured: Mapping[str, str]) -> Choice:

@@ -12,14 +12,21 @@ from torch.profiler import ProfilerActivity, profile
 
 from inference_service.config import load_config
 from inference_service.engine.step import Row, StepPlan
+from inference_service.execution.attention_timing import time_mixed
+from inference_service.execution.device import find_setting
 from inference_service.execution.executor import build_executor
+from inference_service.execution.loading import LoadedModel, load_model
+from inference_service.execution.tuning import Tuning, describe, save_tuning
 from inference_service.kernels.attention import SplitAttention
+from inference_service.kernels.attention_forms import FormTimes, split_name
+from inference_service.kernels.selection import split_of
 from inference_service.messages import Sampling
 from tests.gpu.test_attention import QWEN, assert_near, backend, make_cache, make_layout, make_query, reference
 from tests.gpu.tiny import save_tiny
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
+SETTINGS = ["device.kind=cuda", "cache.page_size=64", "cache.pages=64", "batch.max_requests=4", "batch.max_step_tokens=1024"]
 GREEDY = Sampling(0.0, 0, 1.0, 0.0, 0)
 NAMES = {"batch_pod": "BatchPODWithKVCache", "pod": "PODWithKVCache", "batch_attention": "PersistentKernel"}
 """A part of the kernel's name."""
@@ -48,10 +55,9 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def serve(model_dir: Path, mixed: str) -> tuple[Any, Tensor, set[str]]:
+def serve(model_dir: Path, mixed: str, chunk: int = 120, logprobs: int = -1) -> tuple[Any, Tensor, set[str]]:
     """Three sequences decode while a fourth is prefilled in chunks; gives the ids of all steps, and the kernels' names."""
-    settings = ["device.kind=cuda", "cache.page_size=64", "cache.pages=64", "batch.max_requests=4", "batch.max_step_tokens=1024"]
-    executor = build_executor(load_config(None, [*settings, f"kernels.attention_mixed={mixed}"]), model_dir, lambda what: None)
+    executor = build_executor(load_config(None, [*SETTINGS, f"kernels.attention_mixed={mixed}"]), model_dir, lambda what: None)
     ids = torch.randint(0, 1000, (4, 640), generator=torch.Generator().manual_seed(1)).tolist()
     pages = [list(range(slot, 64, 4)) for slot in range(4)]
     drawn = []
@@ -59,7 +65,7 @@ def serve(model_dir: Path, mixed: str) -> tuple[Any, Tensor, set[str]]:
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         for step in range(5):
             rows = [Row(slot, 100 + step, 1, [], pages[slot], True, GREEDY) for slot in range(3)]
-            rows.append(Row(3, 120 * step, 120, ids[3][120 * step :][:120], pages[3], True, GREEDY))
+            rows.append(Row(3, chunk * step, chunk, ids[3][chunk * step :][:chunk], pages[3], True, GREEDY, logprobs))
             drawn.append(executor.launch(StepPlan(rows)).wait().token_ids)
         torch.cuda.synchronize()
     kernels = {event.key for event in profiled.key_averages()}
@@ -77,3 +83,45 @@ def test_served_where_it_is_forced(model_dir: Path, name: str) -> None:
     executor.close()
     # A near tie may end otherwise, and then that sequence goes on otherwise.
     assert (drawn == expected).float().mean() >= 0.8
+
+
+def load(model_dir: Path) -> tuple[LoadedModel, dict[str, str], str]:
+    """The model, what its measurements are kept for, and the name of its split form."""
+    config = load_config(None, SETTINGS)
+    loaded = load_model(config, model_dir, lambda what: None)
+    setting = find_setting(config, loaded.target, loaded.shape, loaded.dtype)
+    decode, prefill = split_of(loaded.choices)
+    return loaded, describe(loaded.target, setting, loaded.shape), split_name(decode.backend, prefill.backend)
+
+
+def test_the_measured_table_chooses_step_by_step(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Log-probabilities make steps eager that a graph would compute."""
+    expected = {}
+    for chunk in (8, 120):
+        executor, expected[chunk], _ = serve(model_dir, "auto", chunk, logprobs=1)
+        assert executor.fused_steps == 0, "nothing is measured"
+        executor.close()
+    monkeypatch.setenv("INFERENCE_SERVICE_CACHE", str(tmp_path))
+    _, here, split = load(model_dir)
+    times = [FormTimes((8, 3, 100), {split: 10.0, "batch_pod": 20.0}), FormTimes((120, 3, 100), {split: 20.0, "batch_pod": 10.0})]
+    save_tuning(Tuning(here, {}, {}, {}, times))
+    for chunk, fused in ((8, 0), (120, 5)):
+        executor, drawn, kernels = serve(model_dir, "auto", chunk, logprobs=1)
+        assert executor.fused_steps == fused and executor.compiles == 0
+        assert any(NAMES["batch_pod"] in kernel for kernel in kernels) == bool(fused), sorted(kernels)
+        assert any("measured table: batch_pod at 1 of 2 sizes" in kernel.reason for kernel in executor.info.kernels)
+        assert (drawn == expected[chunk]).float().mean() >= 0.8
+        executor.close()
+        executor, _, _ = serve(model_dir, "auto", chunk)
+        assert executor.fused_steps == 0, "a short step is a graph"
+        executor.close()
+
+
+def test_forms_are_timed(model_dir: Path) -> None:
+    said: list[str] = []
+    loaded, _, split = load(model_dir)
+    times = time_mixed(load_config(None, SETTINGS), loaded, {}, said.append)
+    # The model's contexts end at 1024.
+    assert [each.size for each in times] == [(512, decodes, 512) for decodes in (8, 32, 128)]
+    assert all({split, "batch_pod"} <= set(each.microseconds) and min(each.microseconds.values()) > 0 for each in times)
+    assert any("prefill tokens beside 128 decodes of 512" in line for line in said)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from baselines.kernels import attention_adapters as adapters
 from baselines.kernels.attention import AttentionDecode, AttentionMixed, AttentionPrefill, Step, attention_work, make_layout
-from baselines.kernels.case import Bench, Case, Operator, Work
+from baselines.kernels.case import Bench, Case, Grid, Operator, Work
 from baselines.kernels.elementwise import KvAppend, Norm, Rope
 from baselines.kernels.fp8 import to_blocks, to_tensor
 from baselines.kernels.gemm import Fp8Gemm, Gemm
@@ -147,6 +147,14 @@ def test_the_work_of_attention(qwen: Bench) -> None:
     mixed = AttentionMixed(qwen).work(Case("mixed", {"chunk": 512, "decodes": 32, "context": 2048}))
     assert mixed.flops == 4.0 * 32 * 128 * (32 * 2048 + sum(range(1537, 2049)))
     assert mixed.bytes == 33 * 2048 * 2048 + (32 + 512) * 2 * 32 * 128 * 2
+
+
+def test_mixed_steps_are_run_over_chunk_decodes_and_context(qwen: Bench) -> None:
+    operator = AttentionMixed(replace(qwen, grid=Grid()))
+    cases = {case.name: operator.rows_of(case) for case in operator.cases()}
+    assert len(cases) == 27
+    assert cases["mixed: chunk 512, decodes 32, context 2048"] == ([2048] * 32, [(512, 2048)])
+    assert cases["mixed: chunk 2048, decodes 8, context 512"] == ([512] * 8, [(2048, 2048)]), "a chunk is no longer than its context"
 
 
 def test_a_shared_prefix_is_read_once(qwen: Bench) -> None:
