@@ -4,7 +4,7 @@
 
 Every finished measurement is in DIR/result.json at once, so that a table can be made in several runs: with `--time-limit` a run begins no
 cell that it could not end, with `--keep` the server goes on for the next run, with `--block` only one start of each target is measured, and
-`--resume` measures only what is missing or was not measured.
+`--resume` measures only what is missing, failed or invalid.
 
 Exit status: 0 all cells are good, 1 some are not, 2 wrong usage or settings, 3 time was up before all were measured.
 """
@@ -37,6 +37,8 @@ from baselines.schedule import BLOCKS, INTERLEAVED, Step, blocks, interleaved, i
 from baselines.traces import TraceReceiver
 from inference_service.config import Config, ConfigError, load_config
 from inference_service.fetch import resolve_model
+from inference_service.models.config_json import ModelError
+from inference_service.models.families import read_config
 
 _AROUND_S = 25.0
 """What a cell takes beside its window: starting, warming up, stopping."""
@@ -77,10 +79,9 @@ class Comparison:
         return [row for row in self.rows if key(row) in keys]
 
     def _run(self, steps: Sequence[Step]) -> bool:
+        steps = self._unmeasured(steps)
         lost = self._all_up(steps)
         for number, step in enumerate(steps):
-            if self._is_done(step):
-                continue
             if not (failure := lost.get((step.target, step.block), "")):
                 if not self._has_time(step):
                     return self._out_of_time(len(steps) - number)
@@ -103,7 +104,7 @@ class Comparison:
     def _all_up(self, steps: Sequence[Step]) -> dict[tuple[str, int], str]:
         """Where cells go from one server to the next, start all before the first; why some are not up, by target and block."""
         lost = {}
-        for target in dict.fromkeys(step.target for step in steps if step.schedule == INTERLEAVED and not self._is_done(step)):
+        for target in dict.fromkeys(step.target for step in steps if step.schedule == INTERLEAVED):
             try:
                 self._servers[target].ensure(traces=self._traces.get(target, ""))
             except EndpointError as error:
@@ -212,8 +213,12 @@ class Comparison:
         if problem:
             raise problem
 
-    def _is_done(self, step: Step) -> bool:
-        return keys_of(step) <= {key(row) for row in self.rows if "failure" not in row}
+    def _unmeasured(self, steps: Sequence[Step]) -> list[Step]:
+        """What has no good row. Where an invalid one is of servers side by side, all that it stands beside is measured anew with it."""
+        good = {key(row) for row in self.rows if "failure" not in row and not row.get("invalid")}
+        invalid = {key(row) for row in self.rows if row.get("invalid")}
+        anew = {(step.cell, step.repeat) for step in steps if step.schedule == INTERLEAVED and keys_of(step) & invalid}
+        return [step for step in steps if (step.cell, step.repeat) in anew or not keys_of(step) <= good]
 
     def _add(self, rows: list[Row]) -> None:
         """In the place of what could not be measured before."""
@@ -238,10 +243,10 @@ def _model(path: str) -> Path | None:
 def _experts(model: Path | None) -> tuple[int, int]:
     """How many experts it has and takes; zeros where that is not known or it has none."""
     try:
-        shape = json.loads((model / "config.json").read_text()) if model else {}
-    except (OSError, ValueError):
-        shape = {}
-    return int(shape.get("num_experts") or 0), int(shape.get("num_experts_per_tok") or 0)
+        moe = read_config(model).moe if model else None
+    except ModelError:
+        moe = None
+    return (moe.experts, moe.top_k) if moe else (0, 0)
 
 
 def _probe(command: str, concurrency: int) -> dict[str, Any]:
@@ -286,7 +291,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeats", metavar="N", type=int, help="goes before comparison.repeats")
     parser.add_argument("--block", metavar="N", type=int, help="only the N-th start of each target, such as 2 for the last A of A B A")
     parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="for the result, the servers' logs and the configuration")
-    parser.add_argument("--resume", action="store_true", help="measure what DIR/result.json lacks")
+    parser.add_argument("--resume", action="store_true", help="measure what DIR/result.json lacks, or has as failed or invalid")
     parser.add_argument("--keep", action="store_true", help="leave the servers running at the end")
     parser.add_argument("--time-limit", metavar="SECONDS", type=float, help="begin no cell that would end later")
     return parser.parse_args(argv)

@@ -42,9 +42,9 @@ class Cell:
     workload: dict[str, Any]
     concurrency: int
     figures: dict[str, Estimates]
-    """By target."""
+    """By target: of its valid rows, or where there are none, of those that are invalid."""
     ratios: dict[str, Estimates]
-    """By "A / B". Beside those to other targets, "A again / A" of the first target's second block to its first."""
+    """Of valid rows, by "A / B". Beside those to other targets, "A again / A" of the first target's second block to its first."""
     objections: dict[str, list[str]]
     """By target: why its figures must not be compared."""
 
@@ -85,15 +85,17 @@ def summarize(rows: Sequence[Row], targets: Sequence[str]) -> Summary:
 def _cell(by_target: dict[str, list[Row]], first: str) -> Cell:
     some = next(iter(by_target.values()))[0]
     objections = {name: problems for name, rows in by_target.items() if (problems := _problems(rows))}
-    whole = {name: rows for name, rows in by_target.items() if not any("failure" in row for row in rows)}
+    valid = {name: [row for row in rows if not row.get("invalid")] for name, rows in by_target.items()}
+    whole = {name: rows for name, rows in valid.items() if rows and not any("failure" in row for row in rows)}
     ratios = {}
     if first in whole:
         ratios = {f"{first} / {other}": _ratios(whole[first], rows) for other, rows in whole.items() if other != first}
         by_block = [[row for row in whole[first] if row.get("block", 1) == block] for block in (1, 2)]
         if all(by_block):
             ratios[f"{first} again / {first}"] = _ratios(by_block[1], by_block[0])
+    shown = {name: valid[name] or rows for name, rows in by_target.items()}
     figures = {
-        name: {figure.title: mean_of(found) for figure in FIGURES if (found := _samples(rows, figure))} for name, rows in by_target.items()
+        name: {figure.title: mean_of(found) for figure in FIGURES if (found := _samples(rows, figure))} for name, rows in shown.items()
     }
     return Cell(some["workload"], some["concurrency"], figures, ratios, objections)
 

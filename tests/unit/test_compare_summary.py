@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import math
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from baselines.cells import Row, parse_cells
+from baselines.compare import Comparison
 from baselines.estimates import mean_of, paired_ratio, ratio
 from baselines.page import page, ratio_chart
 from baselines.report import INTERVALS, table_lines
@@ -123,6 +125,33 @@ def test_a_refused_cell_has_a_row_and_no_ratio() -> None:
     header, *lines = table_lines(summarize(rows, ["a", "b"]))
     assert [line[2] for line in lines] == ["a", "b"]
     assert dict(zip(header, lines[1], strict=True))["note"] == "INVALID: answers are not of the 4 tokens asked for"
+
+
+def test_an_invalid_row_counts_for_nothing_beside_valid_ones() -> None:
+    steps = interleaved(["a", "b"], [ONE], 3)
+    rows = [made(step, 10.0) for step in steps]
+    rows[1] |= {"output_tokens_per_s": 1000.0, "invalid": ["the load generator was 21 ms late"]}
+    (cell,) = summarize(rows, ["a", "b"]).cells
+    assert (cell.figures["b"]["tokens/s"].value, cell.figures["b"]["tokens/s"].samples) == (10.0, 2)
+    assert (cell.ratios["a / b"]["tokens/s"].value, cell.ratios["a / b"]["tokens/s"].samples) == (1.0, 2)
+    assert cell.objections == {"b": ["1.1: the load generator was 21 ms late"]}
+    for row in rows:
+        if row["target"] == "b":
+            row["invalid"] = ["the load generator was 21 ms late"]
+    (cell,) = summarize(rows, ["a", "b"]).cells
+    assert cell.ratios == {} and cell.figures["b"]["tokens/s"].samples == 3
+
+
+def test_what_is_resumed(tmp_path: Path) -> None:
+    """What is missing and failed; what is invalid with all that stands beside it, where servers are side by side."""
+    comparison = Comparison(load_config(None, []), tmp_path)
+    for make, expected in ((interleaved, [0, 1, 3, 6, 7]), (blocks, [1, 3, 6, 8, 9, 10, 11])):
+        steps = make(["a", "b"], [ONE, TWO], 2)
+        comparison.rows = [made(step, 10.0) for step in steps[:8]]
+        comparison.rows[1]["invalid"] = ["late"]
+        comparison.rows[3] = failed_row(steps[3], TWO.shapes[0], "died")
+        comparison.rows[6]["invalid"] = ["late"]
+        assert [steps.index(step) for step in comparison._unmeasured(steps)] == expected
 
 
 def test_ratios_are_of_the_first_target_to_the_others() -> None:
