@@ -17,7 +17,8 @@ TRITON_FP8 = frozenset({"sm_89", "sm_90", "sm_100", "sm_103", "sm_110", "sm_120"
 BFLOAT16 = frozenset({torch.bfloat16})
 NO_DEEP_GEMM = "FlashInfer's products of FP8 blocks are written for Hopper's instructions, which sm_90 alone has"
 NO_BFLOAT16 = "its kernels are for bfloat16"
-DEEP_GEMM = FLASHINFER | {"cuda": "12.8"}
+DEEP_GEMM = FLASHINFER | {"cuda": "12.8", "nvcc": "12.8"}
+"""It compiles a kernel when it first meets a shape, always with nvcc."""
 
 FP8_ROWS: tuple[Row, ...] = (
     Row(

@@ -32,7 +32,7 @@ class Setting:
     """Query heads that share a KV head."""
     page_size: int
     versions: Mapping[str, str] = field(default_factory=dict)
-    """Of flashinfer, triton and cuda, as far as they are there."""
+    """Of flashinfer, triton, cuda and nvcc, as far as they are there."""
     features: frozenset[str] = frozenset()
     """What some layer of the model needs beyond the plain decoder: WINDOW and the like."""
     latent: LatentShape | None = None

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+from functools import cache
 from importlib import metadata
+from pathlib import Path
 
 import torch
 
@@ -13,14 +17,28 @@ CUDA_OF_FLASHINFER = {"sm_90": "12.3", "sm_100": "12.8", "sm_103": "12.9", "sm_1
 
 
 def installed_versions() -> dict[str, str]:
-    """The version of torch, and of flashinfer, triton and cuda (PyTorch's), as far as they are there."""
+    """The version of torch, and of flashinfer, triton, cuda (PyTorch's) and nvcc, as far as they are there."""
     found = {"torch": str(torch.__version__)}
     for name, distribution in PACKAGES.items():
         try:
             found[name] = metadata.version(distribution)
         except metadata.PackageNotFoundError:
             continue
-    return found | ({"cuda": torch.version.cuda} if torch.version.cuda else {})
+    found |= {"cuda": torch.version.cuda} if torch.version.cuda else {}
+    return found | ({"nvcc": nvcc} if (nvcc := _nvcc_version()) else {})
+
+
+@cache
+def _nvcc_version() -> str:
+    """Of the compiler that DeepGEMM would start, which it looks for in the same places; empty where there is none."""
+    home = os.environ.get("CUDA_HOME")
+    compiler = os.environ.get("TRTLLM_DG_NVCC_COMPILER") or (str(Path(home, "bin", "nvcc")) if home else "nvcc")
+    try:
+        said = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=30, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    found = re.search(r"release (\d+\.\d+)", said)
+    return found[1] if found else ""
 
 
 def jit_cache_versions() -> dict[str, str]:

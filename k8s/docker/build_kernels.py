@@ -14,13 +14,14 @@ from flashinfer.aot import copy_built_kernels
 from flashinfer.jit import build_jit_specs
 from flashinfer.jit import env as jit_env
 from flashinfer.jit.activation import gen_act_and_mul_module
-from flashinfer.jit.attention import gen_batch_prefill_module, gen_fmha_v2_module
+from flashinfer.jit.attention import gen_batch_mla_module, gen_batch_pod_module, gen_batch_prefill_module, gen_fmha_v2_module
 from flashinfer.jit.core import JitSpec
 from flashinfer.jit.fused_moe import (
     gen_cutlass_fused_moe_sm89_module,
     gen_cutlass_fused_moe_sm90_module,
     gen_cutlass_fused_moe_sm100_module,
 )
+from flashinfer.jit.gemm import gen_fp8_blockscale_gemm_sm90_module
 from flashinfer.jit.norm import gen_norm_module
 from flashinfer.jit.sampling import gen_sampling_module
 from flashinfer.jit.spdlog import gen_spdlog_module
@@ -31,6 +32,8 @@ DTYPE, INDEX = torch.bfloat16, torch.int32
 HEAD_DIMS = (64, 128, 256)
 XQA_SHAPES = ((64, 128, 8), (64, 128, 4))
 """Page size, head size, query heads a KV head: Qwen3-30B-A3B's and Llama 3.1 8B's."""
+LATENT, ROPE, KEY, VALUE = 512, 64, 192, 128
+"""DeepSeek's sizes: a latent, a rotated key, and a head's keys and values."""
 
 
 def modules(architectures: frozenset[str]) -> Iterator[JitSpec]:
@@ -43,10 +46,14 @@ def modules(architectures: frozenset[str]) -> Iterator[JitSpec]:
             for window in (False, True):
                 for soft_cap in (False, True):
                     yield gen_batch_prefill_module(backend, DTYPE, DTYPE, DTYPE, INDEX, size, size, 0, window, soft_cap, False)
+        yield gen_batch_mla_module(backend, DTYPE, DTYPE, DTYPE, INDEX, LATENT, ROPE, False)
+        yield gen_batch_prefill_module(backend, DTYPE, DTYPE, DTYPE, INDEX, KEY, VALUE, 0, False, False, False)
+    yield gen_batch_pod_module(DTYPE, DTYPE, DTYPE, 128, 0, False, False, False, INDEX, 0, False, False)
     if "8.9" in architectures:
         yield gen_cutlass_fused_moe_sm89_module()
     if hopper:
         yield gen_cutlass_fused_moe_sm90_module()
+        yield gen_fp8_blockscale_gemm_sm90_module()
         yield gen_fmha_v2_module("Q_PAGED_KV_HND", DTYPE, DTYPE)
     if blackwell:
         yield gen_cutlass_fused_moe_sm100_module()

@@ -378,7 +378,7 @@ def test_fp8_restores_what_it_rounds() -> None:
 
 def test_every_backend_of_an_h200_is_offered_or_refused_with_a_reason(qwen: Bench) -> None:
     """With FlashInfer and Triton at hand, but neither cuDNN's frontend nor vLLM."""
-    versions = {"flashinfer": "0.6.13", "triton": "3.6.0", "cuda": "13.0"}
+    versions = {"flashinfer": "0.6.13", "triton": "3.6.0", "cuda": "13.0", "nvcc": "13.0"}
     setting = Setting("sm_90", torch.bfloat16, 128, 8, 64, versions)
     able: dict[str, set[str]] = {}
     for cls in OPERATORS:

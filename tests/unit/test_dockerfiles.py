@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from string import Template
 
 import pytest
 
@@ -38,7 +39,8 @@ def test_hadolint_has_no_objection(name: str) -> None:
 @pytest.mark.parametrize("name", FILES)
 def test_bases_are_pinned_and_the_user_is_the_pods(name: str) -> None:
     made = instructions(name)
-    for _, base in (each for each in made if each[0] == "FROM"):
+    defaults = dict(arguments.split("=", 1) for instruction, arguments in made if instruction == "ARG" and "=" in arguments)
+    for base in (Template(arguments).substitute(defaults) for instruction, arguments in made if instruction == "FROM"):
         assert re.fullmatch(r"[\w/]+:\d+\.\d+\.\d+-[\w.-]+( AS build)?", base), base
     (user,) = [arguments for instruction, arguments in made if instruction == "USER"]
     pods = Cluster().pools["h100"].workload.pod["securityContext"]

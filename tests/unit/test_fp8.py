@@ -18,7 +18,7 @@ from torch import Tensor
 from inference_service.config import ConfigError, Kernels, load_config
 from inference_service.execution.loading import apply_config
 from inference_service.execution.page_copies import copy_pages
-from inference_service.kernels import support
+from inference_service.kernels import support, versions
 from inference_service.kernels.fp8 import BLOCK, E4M3, BlockFp8, TorchFp8Gemm, TorchFp8Moe, blocks, quantize
 from inference_service.kernels.routing import TorchRouting
 from inference_service.kernels.selection import make_operators, select
@@ -226,7 +226,7 @@ def test_random_weights(tmp_path: Path) -> None:
 
 def test_the_support_table_chooses() -> None:
     def chosen(architecture: str, dtype: torch.dtype, *features: str) -> dict[str, tuple[str, str]]:
-        versions = {"flashinfer": "0.6.13", "cuda": "13.0", "triton": "3.6"}
+        versions = {"flashinfer": "0.6.13", "cuda": "13.0", "triton": "3.6", "nvcc": "13.0"}
         where = replace(setting(architecture, dtype), features=frozenset({support.FP8_WEIGHTS, *features}), versions=versions)
         return {choice.row.operator: (choice.row.backend, choice.reason) for choice in select(Kernels(), where)}
 
@@ -240,6 +240,20 @@ def test_the_support_table_chooses() -> None:
     versions = {"flashinfer": "0.6.13", "cuda": "12.6", "triton": "3.6"}
     old = replace(setting("sm_90", torch.bfloat16), features=frozenset({support.FP8_WEIGHTS}), versions=versions)
     assert all("needs cuda 12.8" in row.refusal(old) for row in support.rows("gemm_fp8")[:2])
+    images = replace(old, versions=versions | {"cuda": "13.0"})
+    assert all("needs nvcc 12.8 or newer, which is not there" in row.refusal(images) for row in support.rows("gemm_fp8")[:2])
+
+
+def test_the_nvcc_that_deep_gemm_would_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRTLLM_DG_NVCC_COMPILER", raising=False)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    version = versions._nvcc_version.__wrapped__
+    assert version() == ""
+    (tmp_path / "bin").mkdir()
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 12.9, V12.9.41'\n")
+    nvcc.chmod(0o755)
+    assert version() == "12.9"
 
 
 def random_fp8(*shape: int) -> BlockFp8:

@@ -26,7 +26,7 @@ from inference_service.messages import Kernel
 
 LATENT, GROUPED = LatentShape(512, 128, 64, 128), GroupedSpec(256, 8, 8, 4, True, True, 2.5)
 """DeepSeek-V3's."""
-ALL_THERE = {"flashinfer": "0.6.13", "triton": "3.6.0", "cuda": "13.0"}
+ALL_THERE = {"flashinfer": "0.6.13", "triton": "3.6.0", "cuda": "13.0", "nvcc": "13.0"}
 
 
 def setting(architecture: str, dtype: torch.dtype, **changes: Any) -> Setting:
