@@ -109,7 +109,7 @@ class CudaExecutor:
             step = self._upload(rows, graph or exact, staging)
             scores, distinct = Scores(), None
             if graph:
-                captured = self._graphs.replay(graph, step.greedy)
+                captured = self._graphs.replay(step)
                 ids_N = captured.ids_N
                 if self._counter.wants(not graph.mixed):
                     distinct = staging.distinct_experts.copy_(self._counter.count(captured.chosen_experts, exact.tokens), non_blocking=True)

@@ -37,6 +37,14 @@ class StepRunner:
         token_ids_T = torch.where(fields.token_ids_T < 0, last_token_id_T, fields.token_ids_T)
         return self.model.hidden(token_ids_T, step.layout(fields), self.caches, last_N, step.sizes.mixed)
 
+    def plan_replay(self, step: PackedStep, fields: Fields) -> None:
+        """Plan on the host what must be, before a graph of the step's sizes is captured or replayed."""
+        planned = self.model.operators.mla.attention.host_planned
+        if planned and not step.sizes.mixed:
+            layout = step.layout(fields)
+            for spec, _ in self.model.kinds:
+                planned.plan_replay(layout, self.caches[0], self.model.config.heads, spec)
+
     def draw(self, logits_NV: Tensor, step: PackedStep, fields: Fields) -> Tensor:
         """Draw ids_N, and leave them where the next step's decodes find them."""
         sampling = self.model.operators.sampling
@@ -87,6 +95,8 @@ class CapturedStep:
     """A graph, and what a replay leaves behind until the next."""
 
     graph: torch.cuda.CUDAGraph
+    fields: Fields
+    """Where it finds its inputs."""
     ids_N: Tensor
     chosen_experts: list[Tensor]
     """ids_TK of each layer with experts."""
@@ -116,18 +126,21 @@ class StepGraphs:
         warm = None
         with _no_garbage_collection():
             for each in sorted(sizes, key=_order, reverse=True):
-                upload(each)
+                padding = upload(each)
                 for greedy in (False, True):
                     # Graphs that differ in the width of the page table alone run the same kernels.
-                    self._graphs[each, greedy] = self._capture(each, greedy, warm == (each.mixed, each.tokens))
+                    self._graphs[each, greedy] = self._capture(padding, greedy, warm == (each.mixed, each.tokens))
                 warm = each.mixed, each.tokens
         self._sizes = sorted({each for each, _ in self._graphs}, key=_order)
 
-    def _capture(self, sizes: Sizes, greedy: bool, warm: bool) -> CapturedStep:
+    def _capture(self, padding: PackedStep, greedy: bool, warm: bool) -> CapturedStep:
+        sizes = padding.sizes
         # A graph knows no values of the host: every context may be as long as the page table allows.
         decodes = 0 if sizes.mixed else sizes.rows
-        step = PackedStep(sizes, decodes, np.ones(decodes, np.int64), np.full(decodes, sizes.pages * self._slots.page_size), greedy)
+        contexts_R = np.full(decodes, sizes.pages * self._slots.page_size)
+        step = PackedStep(sizes, decodes, np.ones(decodes, np.int64), contexts_R, greedy, captured=True)
         fields = device_fields(self._runner.block, sizes)
+        self._runner.plan_replay(padding, fields)
 
         def run() -> Tensor:
             return self._runner.draw(self._runner.logits(step, fields), step, fields)
@@ -142,13 +155,14 @@ class StepGraphs:
             ids_N = run()
         # The first replay uploads the graph.
         graph.replay()
-        return CapturedStep(graph, ids_N, self._runner.model.take_chosen_experts())
+        return CapturedStep(graph, fields, ids_N, self._runner.model.take_chosen_experts())
 
-    def replay(self, sizes: Sizes, greedy: bool) -> CapturedStep:
-        """Start the step whose inputs are in the block."""
-        step = self._graphs[sizes, greedy]
-        step.graph.replay()
-        return step
+    def replay(self, step: PackedStep) -> CapturedStep:
+        """Start the step, whose inputs are in the block."""
+        captured = self._graphs[step.sizes, step.greedy]
+        self._runner.plan_replay(step, captured.fields)
+        captured.graph.replay()
+        return captured
 
 
 def _order(sizes: Sizes) -> tuple[bool, int, int]:

@@ -124,10 +124,13 @@ class PackedStep:
     contexts_R: NDArray[np.int64]
     greedy: bool
     """Whether no row draws at random."""
+    captured: bool = False
+    """Whether a CUDA graph is captured from it."""
 
     def layout(self, fields: Fields) -> StepLayout:
         lengths, contexts = self.lengths_R.tolist(), self.contexts_R.tolist()
-        return StepLayout(self.decodes, lengths, contexts, fields.positions_T, fields.row_T, fields.pages_RM, fields.contexts_R)
+        tensors = fields.positions_T, fields.row_T, fields.pages_RM, fields.contexts_R
+        return StepLayout(self.decodes, lengths, contexts, *tensors, self.captured)
 
 
 class SlotTable:

@@ -34,6 +34,8 @@ class StepLayout:
     pages_RM: Tensor
     """A row's pages in order, padded with any page."""
     contexts_R: Tensor
+    captured: bool = False
+    """Whether this is a step that a CUDA graph of decodes is captured from."""
 
 
 @dataclass(frozen=True)

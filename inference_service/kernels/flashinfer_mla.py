@@ -1,4 +1,4 @@
-"""FlashInfer's FA2 and FA3 kernels for MLA, planned on the host once a step, so that no CUDA graph can hold them.
+"""FlashInfer's FA2 and FA3 kernels for MLA, planned on the host once a step; those of decodes also where a CUDA graph holds them.
 
 Shapes as in `mla`.
 """
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from inference_service.kernels.attention import PLAIN, AttentionSpec, StepLayout
-from inference_service.kernels.flashinfer_paged import WrapperRing, flat_pages, pinned
-from inference_service.kernels.mla import AbsorbedRows, UpProjection
+from inference_service.kernels.flashinfer_paged import WrapperRing, flat_pages, pinned, shared_workspace
+from inference_service.kernels.mla import AbsorbedRows, HostPlanned, UpProjection
 
 LATENT, ROPE, HEAD_DIM, VALUE_DIM = 512, 64, 192, 128
 """L, R, Q and V as FlashInfer's kernels take them."""
@@ -21,36 +21,75 @@ EXPANDED_TOKENS = 16384
 """A step whose contexts are longer together attends in the absorbed form: their keys and values would take too much memory."""
 
 
-class FlashInferLatent:
-    """Some rows in the absorbed form, by FlashInfer's `backend`, over pages."""
+class FlashInferLatent(HostPlanned):
+    """Some rows in the absorbed form, by FlashInfer's `backend`, over pages.
+
+    A kernel's grid is given by the device and the heads. How its blocks share out the rows is read on the device, from where a plan is
+    copied to; so a captured kernel does as the plan says that was copied before its replay.
+    """
 
     def __init__(self, backend: str, prefills: bool) -> None:
         """`prefills`: for prefill rows, else for decode rows."""
         from inference_service.kernels import flashinfer_ops
 
-        self._ops, self._prefills = flashinfer_ops, prefills
+        self._ops, self._backend, self._prefills = flashinfer_ops, backend, prefills
         self._ring = WrapperRing(lambda workspace: flashinfer_ops.make_mla_wrapper(workspace, backend))
+        self._graphs: dict[tuple[torch.Size, AttentionSpec], tuple[int, torch.cuda.Event]] = {}
+        """By the shape of the page table: graphs' wrappers, and when the device has copied the last plan of each."""
 
     def plan(self, layout: StepLayout, kv_P11SD: Tensor, heads: int, spec: AttentionSpec = PLAIN) -> int:
         """The number of the wrapper that holds the plan."""
-        device, page_size = kv_P11SD.device, kv_P11SD.shape[3]
+        if layout.captured:
+            return self._graphs[layout.pages_RM.shape, spec][0]
         rows = slice(layout.decodes, None) if self._prefills else slice(0, layout.decodes)
-        lengths, contexts = layout.lengths[rows], layout.contexts[rows]
-        pages = [-(-context // page_size) for context in contexts]
-        wrapper, copied = self._ring.next(device, spec)
+        contexts = layout.contexts[rows]
+        pages = [-(-context // kv_P11SD.shape[3]) for context in contexts]
+        wrapper, copied = self._ring.next(kv_P11SD.device, spec)
+        self._plan(wrapper, layout.lengths[rows], pages, flat_pages(layout.pages_RM[rows], pages), contexts, kv_P11SD, heads, spec)
+        copied.record()
+        return wrapper
+
+    def plan_replay(self, layout: StepLayout, kv_P11SD: Tensor, heads: int, spec: AttentionSpec = PLAIN) -> None:
+        rows, width = layout.pages_RM.shape
+        # A padded row does what its twin does, the row with the shortest context.
+        contexts = layout.contexts + [min(layout.contexts, default=1)] * (rows - len(layout.contexts))
+        wrapper, copied = self._of_graph(layout.pages_RM, spec)
+        # The plan before leaves the wrapper's pinned memory once the step before that has run.
+        copied.synchronize()
+        # A row's pages begin where they do in the table, and end with its context.
+        self._plan(wrapper, [1] * rows, [width] * rows, layout.pages_RM.view(-1), contexts, kv_P11SD, heads, spec)
+        copied.record()
+
+    def _of_graph(self, pages_RM: Tensor, spec: AttentionSpec) -> tuple[int, torch.cuda.Event]:
+        if (pages_RM.shape, spec) not in self._graphs:
+            workspace = shared_workspace(pages_RM.device)
+            wrapper = self._ops.make_mla_graph_wrapper(workspace, self._backend, len(pages_RM), pages_RM.numel())
+            self._graphs[pages_RM.shape, spec] = wrapper, torch.cuda.Event()  # type: ignore[no-untyped-call]
+        return self._graphs[pages_RM.shape, spec]
+
+    def _plan(
+        self,
+        wrapper: int,
+        lengths: list[int],
+        page_counts: list[int],
+        pages: Tensor,
+        contexts: list[int],
+        kv_P11SD: Tensor,
+        heads: int,
+        spec: AttentionSpec,
+    ) -> None:
+        device = kv_P11SD.device
         self._ops.plan_mla(
             wrapper,
             pinned([0, *accumulate(lengths)], device),
-            pinned([0, *accumulate(pages)], device),
-            flat_pages(layout.pages_RM[rows], pages),
+            pinned([0, *accumulate(page_counts)], device),
+            pages,
             pinned(contexts, device),
             heads,
             LATENT,
             kv_P11SD,
             spec.scale_for(kv_P11SD.shape[4]),
         )
-        copied.record()
-        return wrapper
 
     def __call__(self, q_THL: Tensor, q_THR: Tensor, kv_P11SD: Tensor, plan: int, o_THL: Tensor) -> None:
         self._ops.mla_paged(q_THL, q_THR, kv_P11SD, plan, o_THL)

@@ -249,6 +249,25 @@ def make_mla_wrapper(workspace: Tensor, backend: str) -> int:
     return len(_WRAPPERS) - 1
 
 
+def make_mla_graph_wrapper(workspace: Tensor, backend: str, rows: int, pages: int) -> int:
+    """The number of one for CUDA graphs of so many rows: each of its plans, of `pages` pages at most, is copied to the same places."""
+    starts, page_starts, indices, contexts = (
+        torch.empty(count, dtype=torch.int32, device=workspace.device) for count in (rows + 1, rows + 1, pages, rows)
+    )
+    _WRAPPERS.append(
+        flashinfer.mla.BatchMLAPagedAttentionWrapper(
+            workspace,
+            use_cuda_graph=True,
+            qo_indptr=starts,
+            kv_indptr=page_starts,
+            kv_indices=indices,
+            kv_len_arr=contexts,
+            backend=backend,
+        )
+    )
+    return len(_WRAPPERS) - 1
+
+
 def plan_mla(
     number: int,
     starts: Tensor,

@@ -48,7 +48,7 @@ class WrapperRing:
     def next(self, device: torch.device, spec: AttentionSpec) -> tuple[int, torch.cuda.Event]:
         """A wrapper whose plan is no longer needed, and the event to record once a plan's copy is queued."""
         if spec not in self._rings:
-            wrappers = [self._make(_workspace(device)) for _ in range(IN_FLIGHT)]
+            wrappers = [self._make(shared_workspace(device)) for _ in range(IN_FLIGHT)]
             self._rings[spec] = deque((wrapper, torch.cuda.Event()) for wrapper in wrappers)  # type: ignore[no-untyped-call]
         ring = self._rings[spec]
         ring.rotate()
@@ -122,6 +122,6 @@ class Fa3Prefill(Fa2Prefill):
 
 
 @cache
-def _workspace(device: torch.device) -> Tensor:
+def shared_workspace(device: torch.device) -> Tensor:
     """Shared by all, since their kernels run one after the other."""
     return torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)

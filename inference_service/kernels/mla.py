@@ -65,6 +65,18 @@ class LatentAttention(Protocol):
         ...
 
 
+class HostPlanned:
+    """What plans on the host even where a CUDA graph holds it, and so anew for each replay."""
+
+    def plan_replay(self, layout: StepLayout, kv_P11SD: Tensor, heads: int, spec: AttentionSpec = PLAIN) -> None:
+        """Queue the plan of a step before the graph of its sizes is captured or replayed on the current stream.
+
+        The page table has a row for each that the graph computes, `contexts` those of the step's own, the first of them. `plan` of
+        the step that is captured gives what was planned here.
+        """
+        raise NotImplementedError
+
+
 class MlaPrefill(Protocol):
     """Causal attention of a step's prefill rows, in either form."""
 
@@ -126,6 +138,8 @@ class SplitMla:
 
     def __init__(self, decode: LatentAttention, prefill: MlaPrefill) -> None:
         self.decode, self.prefill = AbsorbedRows(decode), prefill
+        self.host_planned = decode if isinstance(decode, HostPlanned) else None
+        """What is to be planned before a CUDA graph of decodes is replayed."""
 
     def plan(self, layout: StepLayout, kv_P11SD: Tensor, heads: int, spec: AttentionSpec = PLAIN) -> SplitPlan:
         return SplitPlan(

@@ -80,7 +80,6 @@ LATENT_ROWS = (
         otherwise=NO_HALF,
         limit=_flashinfer,
         requires=FLASHINFER,
-        graph=False,
     ),
     Row(
         "mla_decode",
@@ -92,7 +91,6 @@ LATENT_ROWS = (
         otherwise=NO_HALF,
         limit=_flashinfer,
         requires=FLASHINFER,
-        graph=False,
     ),
     Row("mla_decode", "torch", mla_torch.TorchLatentDecode, graph=False),
     Row(

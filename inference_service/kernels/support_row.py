@@ -74,7 +74,8 @@ class Row:
     requires: Mapping[str, str] = field(default_factory=dict)
     """The lowest version of each package beyond torch that it was tried with."""
     graph: bool = True
-    """Whether a CUDA graph can hold it: it reads what changes from step to step on the device, and leaves padded rows alone."""
+    """Whether a CUDA graph can hold it: what changes from step to step it reads on the device, or plans before each replay; and it leaves
+    padded rows alone."""
 
     def needs(self, architecture: str) -> dict[str, str]:
         """`requires`, and the CUDA version from which FlashInfer compiles for an architecture."""

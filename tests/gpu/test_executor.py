@@ -19,7 +19,7 @@ from inference_service.execution.executor import build_executor
 from inference_service.execution.expert_count import STEPS
 from inference_service.execution.graphs import CapturedStep
 from inference_service.execution.memory import used_bytes
-from inference_service.execution.packed_inputs import Sizes
+from inference_service.execution.packed_inputs import PackedStep, Sizes
 from inference_service.kernels.routing import TritonRouting
 from inference_service.kernels.sampling import TorchSampling
 from inference_service.messages import Sampling
@@ -141,9 +141,9 @@ def count_replays(executor: CudaExecutor, monkeypatch: pytest.MonkeyPatch) -> li
     replays: list[Sizes] = []
     replay = executor._graphs.replay
 
-    def counted(sizes: Sizes, greedy: bool) -> CapturedStep:
-        replays.append(sizes)
-        return replay(sizes, greedy)
+    def counted(step: PackedStep) -> CapturedStep:
+        replays.append(step.sizes)
+        return replay(step)
 
     monkeypatch.setattr(executor._graphs, "replay", counted)
     return replays

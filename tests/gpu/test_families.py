@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from inference_service.config import load_config
 from inference_service.engine.step import Row, StepPlan
@@ -16,6 +17,7 @@ from inference_service.execution.cuda_executor import CudaExecutor
 from inference_service.execution.executor import build_executor
 from inference_service.execution.packed_inputs import device_fields
 from inference_service.messages import Sampling
+from tests.gpu.test_forced_backends import NAMES
 from tests.gpu.tiny import FAMILIES, reference_logits, save_tiny
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -52,16 +54,20 @@ class Case:
         assert ours >= 0.99 - (0 if expected.numel() >= 2000 else 2 / expected.numel())
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
-    model_dir: Path = tmp_path_factory.mktemp(request.param)
-    save_tiny(request.param, model_dir)
+def make_case(family: str, model_dir: Path, *overrides: str) -> Case:
+    save_tiny(family, model_dir)
     ids_BT = torch.randint(0, 1000, (SEQUENCES, LENGTH), generator=torch.Generator().manual_seed(1))
     expected, rounded = (reference_logits(model_dir, ids_BT.cuda(), dtype) for dtype in (torch.float32, torch.bfloat16))
-    executor = build_executor(load_config(None, SETTINGS), model_dir, print)
+    executor = build_executor(load_config(None, [*SETTINGS, *overrides]), model_dir, print)
     assert isinstance(executor, CudaExecutor)
-    yield Case(executor, ids_BT, expected, rounded)
-    executor.close()
+    return Case(executor, ids_BT, expected, rounded)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
+    made = make_case(request.param, tmp_path_factory.mktemp(request.param))
+    yield made
+    made.executor.close()
 
 
 def pages(slot: int) -> list[int]:
@@ -133,3 +139,30 @@ def test_chunks_beside_decodes(case: Case) -> None:
     ours_BT = torch.cat((torch.tensor(decoded).T, torch.tensor(prefilled).T))
     wrong = int((ours_BT != best_BT).sum())
     assert wrong <= 4, "of 128"
+
+
+@pytest.mark.parametrize("backend", ["fa2", "fa3"])
+def test_decodes_planned_on_the_host_come_from_graphs(backend: str, tmp_path: Path) -> None:
+    """Teacher-forced from within a page to the fifth, and launched up to four ahead of what is read; five rows are padded to six."""
+    case = make_case("deepseek-v3", tmp_path, f"kernels.mla_decode={backend}")
+    executor, ids_BT, first = case.executor, case.ids_BT.cuda(), 5
+    assert backend in [kernel.backend for kernel in executor.info.kernels if kernel.operator == "mla_decode"]
+    for batch in (8, 5, 1):
+        executor.launch(StepPlan([chunk(case, slot, 0, first) for slot in range(batch)])).wait()
+        tickets = []
+        with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+            for position in range(first, LENGTH):
+                with executor._on_stream():
+                    executor._runner.last_token_id_S[:batch].copy_(ids_BT[:batch, position])
+                rows = [Row(slot, position, 1, [], pages(slot), True, GREEDY) for slot in range(batch)]
+                assert executor._graphs.sizes(executor._slots.measure(rows)) is not None
+                tickets.append(executor.launch(StepPlan(rows)))
+            drawn = [ticket.wait().token_ids for ticket in tickets]
+        some = Case(executor, case.ids_BT[:batch], case.expected_BTV[:batch], case.rounded_BTV[:batch])
+        some.assert_same_best(torch.tensor(drawn).T, first)
+        launched = sum(event.count for event in profiled.key_averages() if NAMES["mla_decode", backend] in event.key)
+        assert launched == len(tickets) * len(executor._runner.model.layers)
+    # Beside chunks decodes attend by the own kernel, in the same pages.
+    test_chunks_beside_decodes(case)
+    assert executor.compiles == 0
+    executor.close()

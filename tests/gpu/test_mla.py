@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -63,6 +64,49 @@ def test_decode(name: str, contexts: list[int], heads: int) -> None:
     o_THL = torch.full_like(q_THL, float("nan"))
     attention(q_THL, q_THR, kv, attention.plan(layout, kv, heads, SPEC), o_THL)
     assert_near(o_THL, attended(q_THL, q_THR, kv, layout))
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("batch", [1, 6, 64])
+@pytest.mark.parametrize("name", ["fa2", "fa3"])
+def test_a_replayed_kernel_does_as_was_planned_before(name: str, batch: int, heads: int) -> None:
+    """Steps queued while the device lags: contexts grow into new pages, then are others; and a row less each, which is padded."""
+    attention, kv, width = backend("mla_decode", name), cache(), 32
+    contexts = [[(61 + 37 * row) % 1500 + 1 + step for row in range(batch)] for step in range(4)]
+    contexts += [torch.randint(1, width * QWEN.page_size + 1, (max(1, batch - less),)).tolist() for less in range(4)]
+    steps = [make_layout(QWEN, each, [], width) for each in contexts]
+    queries = [(torch.randn(heads, batch, LATENT, device="cuda").bfloat16(), query(batch, heads)[..., NOPE:]) for _ in steps]
+    fixed = make_layout(QWEN, [1] * batch, [], width)
+    q_THL, q_THR = torch.empty_like(queries[0][0]).transpose(0, 1), torch.empty_like(queries[0][1])
+    # One row more than the graph's, which must stay as it is.
+    o = torch.full((heads, batch + 1, LATENT), float("nan"), device="cuda", dtype=torch.bfloat16)
+    o_THL = o.transpose(0, 1)[:batch]
+
+    def run() -> None:
+        attention(q_THL, q_THR, kv, attention.plan(replace(fixed, captured=True), kv, heads, SPEC), o_THL)
+
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()  # type: ignore[no-untyped-call]
+    outputs: list[Tensor] = []
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        attention.plan_replay(fixed, kv, heads, SPEC)
+        run()
+        with torch.cuda.graph(graph, stream=stream):
+            run()
+        for step, (q_HTL, rotated) in zip(steps, queries, strict=True):
+            torch.cuda._sleep(20_000_000)  # type: ignore[no-untyped-call]
+            fixed.pages_RM[: len(step.lengths)].copy_(step.pages_RM)
+            q_THL.copy_(q_HTL.transpose(0, 1))
+            q_THR.copy_(rotated)
+            attention.plan_replay(replace(step, pages_RM=fixed.pages_RM), kv, heads, SPEC)
+            graph.replay()
+            outputs.append(o_THL.clone())
+    torch.cuda.synchronize()
+    for step, (q_HTL, rotated), output in zip(steps, queries, outputs, strict=True):
+        rows = len(step.lengths)
+        assert_near(output[:rows], attended(q_HTL.transpose(0, 1)[:rows], rotated[:rows], kv, step))
+        assert output.isfinite().all()
+    assert o[:, batch].isnan().all()
 
 
 def expanded(q_THQ: Tensor, kv: Tensor, layout: StepLayout, up: UpProjection) -> Tensor:

@@ -185,6 +185,9 @@ def test_what_keeps_a_step_from_a_graph_is_known() -> None:
     assert not captured & {"attention_decode", "attention_prefill", "kv_append", "norm", "gemm"}
     planned = {choice.row.operator for choice in keeps_from_graph(select(Kernels(attention_decode="fa2"), here))}
     assert "attention_decode" in planned
+    latent = replace(here, latent=LATENT, grouped=GROUPED)
+    assert all(not keeps_from_graph(select(Kernels(mla_decode=backend), latent)) for backend in ("triton", "fa2", "fa3"))
+    assert keeps_from_graph(select(Kernels(mla_decode="torch"), latent))
 
 
 def test_a_forced_backend_is_used(caplog: pytest.LogCaptureFixture) -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from inference_service import kernels
 from inference_service.kernels.attention import AttentionSpec, StepLayout
+from inference_service.kernels.flashinfer_mla import FlashInferLatent
 from inference_service.kernels.mla import AbsorbedRows, SplitMla, UpProjection
 from inference_service.kernels.mla_append import MlaAppend, TorchMlaAppend, TritonMlaAppend
 from inference_service.kernels.mla_torch import TorchLatentDecode, TorchLatentPaged, TorchMlaPrefill, torch_mla_mixed
@@ -108,6 +112,69 @@ def test_the_own_kernel_serves_each_part_of_a_step() -> None:
     wanted = expected(q, kv, layout, up)
     torch.testing.assert_close(own(q, kv, own.plan(layout, kv, 6, SPEC), up), wanted, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(mixed(q, kv, mixed.plan(layout, kv, 6, SPEC), up), wanted, atol=1e-5, rtol=1e-5)
+
+
+class HostOps:
+    """Does what FlashInfer's MLA wrappers are told to, by their documentation, row by row."""
+
+    def __init__(self) -> None:
+        self.plans: list[tuple[Any, ...]] = []
+
+    def make_mla_wrapper(self, workspace: Tensor, backend: str) -> int:
+        self.plans.append(())
+        return len(self.plans) - 1
+
+    def make_mla_graph_wrapper(self, workspace: Tensor, backend: str, rows: int, pages: int) -> int:
+        return self.make_mla_wrapper(workspace, backend)
+
+    def plan_mla(self, number: int, starts: Tensor, page_starts: Tensor, pages: Tensor, contexts: Tensor, *rest: Any) -> None:
+        assert starts.tolist() == list(range(len(contexts) + 1)), "one token a row"
+        self.plans[number] = page_starts.tolist(), pages.clone(), contexts.tolist(), rest[-1]
+
+    def mla_paged(self, q_THL: Tensor, q_THR: Tensor, kv_P11SD: Tensor, number: int, o_THL: Tensor) -> None:
+        starts, pages, contexts, scale = self.plans[number]
+        for row, (q_HD, context) in enumerate(zip(torch.cat((q_THL, q_THR), -1), contexts, strict=True)):
+            kv_KD = kv_P11SD[pages[starts[row] : starts[row + 1]], 0, 0].flatten(0, 1)[:context]
+            o_THL[row] = (q_HD @ kv_KD.T * scale).softmax(-1) @ kv_KD[:, :LATENT]
+
+
+@pytest.fixture
+def on_the_host(monkeypatch: pytest.MonkeyPatch) -> HostOps:
+    ops, events = HostOps(), SimpleNamespace(record=lambda: None, synchronize=lambda: None)
+    monkeypatch.setattr(kernels, "flashinfer_ops", ops, raising=False)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: events)
+    return ops
+
+
+def test_a_replay_is_planned_for_the_rows_that_there_are(on_the_host: HostOps) -> None:
+    """Contexts grow into new pages, and the padded rows do what the row with the shortest context does."""
+    decode, table = FlashInferLatent("fa3", prefills=False), layout_of(6, [1] * 6, [1] * 6, 16)
+    pages_RM = table.pages_RM.contiguous()
+    kv = torch.randn(pages_RM.numel(), 1, 1, 16, LATENT + ROPE)
+    q_THL, q_THR, reference = torch.randn(6, 5, LATENT), torch.randn(6, 5, ROPE), TorchLatentDecode()
+    planned = set()
+    for contexts in ([16, 47, 100, 192, 15, 33], [17, 48, 101, 191], [9], [1, 2, 3, 4, 5, 6]):
+        rows = len(contexts)
+        step = StepLayout(rows, [1] * rows, contexts, table.positions_T, table.row_T, pages_RM, table.contexts_R)
+        decode.plan_replay(step, kv, 5, SPEC)
+        plan = decode.plan(replace(table, pages_RM=pages_RM, captured=True), kv, 5, SPEC)
+        o_THL, wanted = torch.empty_like(q_THL), torch.empty_like(q_THL)
+        decode(q_THL, q_THR, kv, plan, o_THL)
+        padded = contexts + [min(contexts)] * (6 - rows)
+        full = replace(table, contexts=padded, pages_RM=pages_RM, contexts_R=torch.tensor(padded))
+        reference(q_THL, q_THR, kv, reference.plan(full, kv, 5, SPEC), wanted)
+        torch.testing.assert_close(o_THL, wanted, atol=1e-5, rtol=1e-5)
+        planned.add(plan)
+    assert len(planned) == 1, "where the graph's kernel finds its plan"
+    narrow = replace(step, pages_RM=pages_RM[:, :2].contiguous())
+    decode.plan_replay(narrow, kv, 5, SPEC)
+    assert decode.plan(replace(narrow, captured=True), kv, 5, SPEC) not in planned
+    # An eager step has a plan of its own, for the pages that it takes.
+    eager = decode.plan(step, kv, 5, SPEC)
+    o_THL = torch.empty_like(q_THL)
+    decode(q_THL, q_THR, kv, eager, o_THL)
+    torch.testing.assert_close(o_THL, wanted, atol=1e-5, rtol=1e-5)
+    assert eager not in planned and on_the_host.plans[eager][0][-1] == 6
 
 
 def appended(append: MlaAppend, layout: StepLayout, heads: int) -> tuple[Tensor, Tensor]:
