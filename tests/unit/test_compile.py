@@ -98,8 +98,8 @@ def decode_layout(contexts: list[int], page_size: int, device: torch.device) -> 
     rows, width = len(contexts), -(-max(contexts) // page_size)
     pages_RM = torch.randperm(rows * width, generator=torch.Generator().manual_seed(0)).view(rows, width)
     positions_T, row_T, contexts_R = torch.tensor([context - 1 for context in contexts]), torch.arange(rows), torch.tensor(contexts)
-    tensors = (tensor.to(device, torch.int32) for tensor in (positions_T, row_T, pages_RM, contexts_R))
-    return StepLayout(rows, [1] * rows, contexts, *tensors)
+    positions_T, row_T, pages_RM, contexts_R = (each.to(device, torch.int32) for each in (positions_T, row_T, pages_RM, contexts_R))
+    return StepLayout(rows, [1] * rows, contexts, positions_T, row_T, pages_RM, contexts_R)
 
 
 def check_compiled(model: Decoder, layout: StepLayout, mixed: bool, backend: str, same: Callable[[Tensor, Tensor], None]) -> None:
