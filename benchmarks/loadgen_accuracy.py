@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -37,12 +37,12 @@ ROOT = Path(__file__).parents[1]
 STUB = Path(__file__).with_name("wire_stub.py")
 LIMITS_MS = {"p50": 2.0, "p90": 5.0, "p99": 5.0}
 STEADY = ("--first-token-s", "0.06", "--spread-s", "0.1", "--gap-s", "0.022")
-"""Most first tokens and ends come between the times when other requests are due: one that comes while another is sent waits for that."""
+"""The median first token and the median end do not come just when another request is due; those that do are late by its sending, and
+are among the errors of single requests."""
 COARSE = ("--first-token-s", "0.05", "--spread-s", "0.4", "--gap-s", "0.02")
 STALLS = ("--first-token-s", "0.02", "--stall-s", "0.5", "--stall-every-s", "2.031", "--gap-s", "0.005")
 """Not a multiple of the time between two requests: so each stall meets them at another moment, and percentiles do not jump."""
 GOOD_MS = 200.0
-"""In the middle between two of the coarse delays, which are 4 ms apart: no noise decides who is good."""
 HIDDEN = 3.0
 """So many times larger must a p90 be that shows a stall than one that hides it."""
 SPIN = "import os, sys; os.sched_setaffinity(0, {int(sys.argv[1])})\nwhile os.getppid() == int(sys.argv[2]): pass"
@@ -74,6 +74,7 @@ class Run:
     """What one run measured, and for each request of its window, when the server sent its tokens and its end: milliseconds from arrival."""
 
     level: Level
+    records: list[RequestRecord]
     sent_ms: list[list[float]]
 
     @property
@@ -88,6 +89,18 @@ class Run:
     def e2e_ms(self) -> list[float]:
         return [sent[-1] for sent in self.sent_ms]
 
+    @property
+    def ttft_errors_ms(self) -> list[float]:
+        """Of each request, from when it was due, or else sent."""
+        return [(record.first_token_unix_ns - began(record)) / 1e6 - sent[0] for record, sent in self._pairs()]
+
+    @property
+    def e2e_errors_ms(self) -> list[float]:
+        return [(record.ended_unix_ns - began(record)) / 1e6 - sent[-1] for record, sent in self._pairs()]
+
+    def _pairs(self) -> Iterator[tuple[RequestRecord, list[float]]]:
+        return zip(self.records, self.sent_ms, strict=True)
+
 
 @contextmanager
 def awake() -> Iterator[None]:
@@ -96,12 +109,11 @@ def awake() -> Iterator[None]:
     An idle processor sleeps, and a virtual one is lent to others meanwhile: what waits for a timer or a message then waits for its return,
     which takes milliseconds now and then. Under load there is no such sleep, so the load generator's errors are measured without it.
     """
-    spinning = []
-    if hasattr(os, "SCHED_IDLE"):
-        for processor in os.sched_getaffinity(0):
+    spinning = list[subprocess.Popen[bytes]]()
+    try:
+        for processor in os.sched_getaffinity(0) if hasattr(os, "SCHED_IDLE") else ():
             spinning.append(subprocess.Popen([sys.executable, "-c", SPIN, str(processor), str(os.getpid())]))
             os.sched_setscheduler(spinning[-1].pid, os.SCHED_IDLE, os.sched_param(0))
-    try:
         yield
     finally:
         for spin in spinning:
@@ -127,12 +139,13 @@ def run(stub: Sequence[str], seconds: float, *settings: str, pause_s: float = 0.
         server.terminate()
         seen = json.loads(server.communicate()[0])["requests"]
     sent_ms = {request["traceparent"][3:35]: [sent_s * 1e3 for sent_s in request["sent_s"]] for request in seen}
-    return Run(level, [sent_ms[record.trace_id] for record in records if _within(record, level)])
+    records = [record for record in records if 0 <= began(record) - level.began_unix_ns < level.duration_s * 1e9]
+    return Run(level, records, [sent_ms[record.trace_id] for record in records])
 
 
-def _within(record: RequestRecord, level: Level) -> bool:
-    began_ns = (record.scheduled_unix_ns or record.sent_unix_ns) - level.began_unix_ns
-    return 0 <= began_ns < level.duration_s * 1e9
+def began(record: RequestRecord) -> int:
+    """What decides to which window it belongs, in ns."""
+    return record.scheduled_unix_ns or record.sent_unix_ns
 
 
 def _command(address: str, seconds: float, settings: Sequence[str]) -> list[str]:
@@ -167,6 +180,11 @@ def against(name: str, title: str, spread: Spread, expected_ms: Sequence[float],
     ]
 
 
+def single(name: str, title: str, errors_ms: Sequence[float], figures: Sequence[str] = ("p50", "p99")) -> list[Check]:
+    """Requests' own errors, which percentiles of a whole distribution may hide."""
+    return [Check(name, f"{title} {figure}", 0.0, percentile(errors_ms, float(figure[1:])), LIMITS_MS[figure]) for figure in figures]
+
+
 def hidden(name: str, title: str, hides: Spread, shows: Spread) -> Check:
     return Check(name, title, True, (shows.p90 or 0.0) > HIDDEN * (hides.p90 or 0.0))
 
@@ -185,6 +203,8 @@ def closed_loop(seconds: float) -> list[Check]:
         *against(name, "TTFT", level.ttft_ms, found.ttft_ms),
         *against(name, "ITL", level.itl_ms, found.itl_ms),
         *against(name, "E2E", level.e2e_ms, found.e2e_ms),
+        *single(name, "a request's TTFT", found.ttft_errors_ms),
+        *single(name, "a request's E2E", found.e2e_errors_ms),
         Check(name, "good requests, share", good, level.slo.share or 0.0, 0.02),
         Check(name, "goodput, requests/s", good * pace, level.requests.good_per_s, 0.05 * pace),
         trusted(name, level),
@@ -199,6 +219,8 @@ def open_loop(seconds: float) -> list[Check]:
         *against(name, "TTFT from due", level.scheduled_ttft_ms, found.ttft_ms),
         *against(name, "TTFT from sent", level.ttft_ms, found.ttft_ms),
         *against(name, "E2E from due", level.scheduled_e2e_ms, found.e2e_ms),
+        *single(name, "a request's TTFT from due", found.ttft_errors_ms),
+        *single(name, "a request's E2E from due", found.e2e_errors_ms),
         trusted(name, level),
     ]
 
@@ -228,8 +250,10 @@ def stalled_client(seconds: float) -> list[Check]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=20.0, help="of each of the five windows")
-    seconds = parser.parse_args().seconds
-    with awake():
+    parser.add_argument("--idle", action="store_true", help="let processors sleep where they have nothing to do")
+    arguments = parser.parse_args()
+    seconds = arguments.seconds
+    with nullcontext() if arguments.idle else awake():
         checks = [check for measure in (closed_loop, open_loop, stalled_server, stalled_client) for check in measure(seconds)]
     table = Table(
         "run", "figure (latencies in ms)", "expected", "measured", "error", "limit", "", box=box.SIMPLE_HEAD, collapse_padding=True

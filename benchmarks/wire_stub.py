@@ -102,8 +102,8 @@ class Connection(asyncio.Protocol):
 def _first_token_s(options: argparse.Namespace, number: int) -> float:
     """How long request `number`, which comes now, waits for its first token."""
     stall_left_s: float = options.stall_s - time.monotonic() % options.stall_every_s if options.stall_s else 0.0
-    # A multiplier that is prime to 100 deals the spread out evenly.
-    usual_s: float = options.first_token_s + options.spread_s * (number * 37 % 100) / 100
+    # Multiples of the golden ratio deal the spread out evenly, and no two requests come to stand alike among the others.
+    usual_s: float = options.first_token_s + options.spread_s * (number * 0.6180339887 % 1)
     return max(0.0, stall_left_s) + usual_s
 
 

@@ -66,10 +66,9 @@ def load_checkpoint(
     _check(entries, weights, model_dir)
     if not to_fp8:
         _check_kept(entries, weights)
-    with ExitStack() as stack:
-        files = _Files(stack)
-        for file in sorted({entry.file for entry in entries.values()}):
-            _copy(file, {name: entry for name, entry in entries.items() if entry.file == file}, files, weights, to_fp8)
+    for file in sorted({entry.file for entry in entries.values()}):
+        with ExitStack() as stack:
+            _copy({name: entry for name, entry in entries.items() if entry.file == file}, _Files(stack), weights, to_fp8)
 
 
 def _join_mxfp4(entries: dict[str, Entry]) -> dict[str, Entry]:
@@ -108,7 +107,8 @@ def _check_kept(entries: dict[str, Entry], weights: dict[str, Tensor]) -> None:
 
 
 class _Files(dict[Path, Any]):
-    """Each file of tensors, opened at its first use: to open one is to read a header that may list thousands."""
+    """Each file of tensors, opened at its first use: to open one is to read a header that may list thousands. What was read of a file
+    counts as memory of the process until it is closed."""
 
     def __init__(self, stack: ExitStack) -> None:
         super().__init__()
@@ -118,26 +118,29 @@ class _Files(dict[Path, Any]):
         self[file] = opened = self._stack.enter_context(safe_open(file, framework="pt"))
         return opened
 
+    def tensor(self, file: Path, name: str) -> Tensor:
+        """Raises ModelError, which names both."""
+        try:
+            tensor: Tensor = self[file].get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{file}: {name}: {error}") from None
+        return tensor
 
-def _copy(file: Path, entries: dict[str, Entry], files: _Files, weights: dict[str, Tensor], to_fp8: bool) -> None:
-    name = ""
-    try:
-        tensors = files[file]
-        for name, entry in entries.items():
-            if entry.scales is None:
-                tensor = tensors.get_tensor(name)
-                if to_fp8 and in_fp8(name):
-                    _place_fp8(name, quantize(tensor.to(weights[name].device)), weights)
-                else:
-                    weights[name].copy_(tensor)
-            elif entry.dtype in FP8:
-                scales = files[entry.scales].get_tensor(name + FP8_SCALES)
-                _place_fp8(name, BlockFp8(tensors.get_tensor(name), scales.float()), weights)
+
+def _copy(entries: dict[str, Entry], files: _Files, weights: dict[str, Tensor], to_fp8: bool) -> None:
+    for name, entry in entries.items():
+        if entry.scales is None:
+            tensor = files.tensor(entry.file, name)
+            if to_fp8 and in_fp8(name):
+                _place_fp8(name, quantize(tensor.to(weights[name].device)), weights)
             else:
-                scales = files[entry.scales].get_tensor(name + SCALES)
-                dequantize_into(weights[name], tensors.get_tensor(name + BLOCKS), scales)
-    except (SafetensorError, OSError) as error:
-        raise ModelError(f"{file}: {name or 'cannot be opened'}: {error}") from None
+                weights[name].copy_(tensor)
+        elif entry.dtype in FP8:
+            scales = files.tensor(entry.scales, name + FP8_SCALES)
+            _place_fp8(name, BlockFp8(files.tensor(entry.file, name), scales.float()), weights)
+        else:
+            scales = files.tensor(entry.scales, name + SCALES)
+            dequantize_into(weights[name], files.tensor(entry.file, name + BLOCKS), scales)
 
 
 def _place_fp8(name: str, matrix: BlockFp8, weights: dict[str, Tensor]) -> None:

@@ -25,10 +25,12 @@ follows is ignored. Without `telemetry.traces` every method returns at once.
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 
 from opentelemetry.context import Context
+from opentelemetry.sdk.environment_variables import OTEL_SDK_DISABLED
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
@@ -63,7 +65,8 @@ class Tracing:
         """None: nothing is traced."""
         self._provider: TracerProvider | None = None
         self._delivery: Delivery | None = None
-        if not config.traces:
+        # Where the SDK is disabled, its tracers make nothing, and would leave the ids that are chosen here to the next request.
+        if not config.traces or os.environ.get(OTEL_SDK_DISABLED, "").strip().lower() == "true":
             return
         self._provider = TracerProvider(
             resource=Resource.create({names.SERVICE_NAME: service}), id_generator=self.ids, shutdown_on_exit=False
@@ -213,7 +216,7 @@ class RequestTrace:
 class ClientSpan:
     """A request as its client saw it. The span is made when it ends: that takes a tenth of a millisecond, which would be taken for TTFT."""
 
-    __slots__ = ("_name", "_start_ns", "_tracing", "span_id", "trace_id", "traceparent")
+    __slots__ = ("_name", "_span_id", "_start_ns", "_trace_id", "_tracing", "traceparent")
 
     traceparent: str
     """The W3C header that makes the server's spans part of this trace; "" when not traced."""
@@ -222,11 +225,11 @@ class ClientSpan:
         self._tracing = tracing
         self._start_ns = start_ns
         self._name = name
-        self.trace_id = self.span_id = 0
+        self._trace_id = self._span_id = 0
         self.traceparent = ""
         if tracing is not None:
-            self.trace_id, self.span_id = tracing.ids.generate_trace_id(), tracing.ids.generate_span_id()
-            self.traceparent = f"00-{self.trace_id:032x}-{self.span_id:016x}-{tracing.sampled(self.trace_id, name):02x}"
+            self._trace_id, self._span_id = tracing.ids.generate_trace_id(), tracing.ids.generate_span_id()
+            self.traceparent = f"00-{self._trace_id:032x}-{self._span_id:016x}-{tracing.sampled(self._trace_id, name):02x}"
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
@@ -251,7 +254,7 @@ class ClientSpan:
         tracing, self._tracing = self._tracing, None
         if tracing is None or tracing.tracer is None:
             return
-        tracing.ids.next = (self.trace_id, self.span_id)
+        tracing.ids.next = (self._trace_id, self._span_id)
         span = tracing.tracer.start_span(
             self._name,
             Context(),

@@ -67,6 +67,21 @@ def test_no_second_copy_is_made(tmp_path: Path) -> None:
     assert max(peaks) - before < 4 * size * count // 4
 
 
+def test_one_file_at_a_time_is_mapped(tmp_path: Path) -> None:
+    """What was read of a mapped file counts as the process's memory."""
+    save_sharded(tmp_path)
+    mapped = []
+
+    class Watching(dict[str, Tensor]):
+        def __getitem__(self, name: str) -> Tensor:
+            maps = Path("/proc/self/maps").read_text() if Path("/proc/self/maps").exists() else ""
+            mapped.append(len({line.split()[-1] for line in maps.splitlines() if str(tmp_path) in line}))
+            return super().__getitem__(name)
+
+    load_checkpoint(tmp_path, Watching(places()))
+    assert max(mapped) <= 1
+
+
 def anonymous_bytes() -> int:
     """Memory of this process that no file backs."""
     for line in Path("/proc/self/status").read_text().splitlines():

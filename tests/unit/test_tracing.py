@@ -249,6 +249,36 @@ def test_off_writes_nothing_and_sends_no_header(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_client_spans_have_the_ids_that_were_sent_however_they_end(memory: Memory) -> None:
+    first, second = memory.tracing.client_span(ARRIVAL, "first"), memory.tracing.client_span(ARRIVAL, "second")
+    second.end("OK", end_ns=ARRIVAL + 1)
+    memory.tracing.request((), ARRIVAL).end("OK", end_ns=ARRIVAL + 2)
+    first.end("CANCELLED", end_ns=ARRIVAL + 3)
+    spans = memory.spans()
+    for name, client in (("first", first), ("second", second)):
+        context = spans[name].context
+        assert context is not None and client.traceparent == f"00-{context.trace_id:032x}-{context.span_id:016x}-01"
+    assert len({span.context.trace_id for span in spans.values() if span.context}) == 3
+
+
+@pytest.mark.parametrize(("sampler", "flags"), [("always_off", "00"), ("parentbased_always_on", "01")])
+def test_the_sampler_of_the_environment_decides(sampler: str, flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", sampler)
+    memory = Memory()
+    client = memory.tracing.client_span(ARRIVAL, "client")
+    client.end("OK", end_ns=ARRIVAL + 1)
+    assert client.traceparent.endswith(f"-{flags}") and len(memory.spans()) == int(flags)
+    memory.tracing.shutdown()
+
+
+def test_a_disabled_sdk_traces_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
+    memory = Memory()
+    assert [memory.tracing.client_span(ARRIVAL).metadata for _ in range(2)] == [(), ()]
+    memory.tracing.request([("traceparent", TRACEPARENT)], ARRIVAL).end("OK", end_ns=ARRIVAL + 1)
+    assert not memory.tracing.enabled and memory.spans() == {}
+
+
 def write_one(tracing: Tracing) -> None:
     tracing.request([("traceparent", TRACEPARENT)], ARRIVAL).end(
         "CANCELLED",
