@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import torch
+from msgspec.structs import replace
 
 from inference_service.config import Config, ConfigError
 from inference_service.execution.attention_timing import time_mixed, time_prefill
@@ -21,7 +22,7 @@ from inference_service.models.layers import SparseMlp
 def prebuild(config: Config, progress: Report, if_missing: bool = False) -> None:
     """Do it all; the last step is a whole start, so that everything that it compiles is compiled. Raises ConfigError without a GPU.
 
-    `if_missing`: only where nothing is kept for this GPU, these libraries and this model.
+    `if_missing`: only where something is not kept for this GPU, these libraries and this model.
     """
     target = find_device(config)
     if target.device.type != "cuda":
@@ -29,16 +30,17 @@ def prebuild(config: Config, progress: Report, if_missing: bool = False) -> None
     model_dir = resolve_model(config.model.path)
     shape = apply_config(read_config(model_dir), config)
     made_for = describe(target, find_setting(config, target, shape, find_dtype(config, target.device, shape.dtype)), shape)
-    if if_missing and load_tuning(made_for):
+    if if_missing and (kept := load_tuning(made_for)) and kept.mixed is not None:
         progress(f"it is kept already, in {tuning_file(made_for)}")
         return
     loaded = load_model(config, model_dir, progress)
     operator = "mla_prefill" if loaded.shape.mla else "attention_prefill"
     measured = {operator: time_prefill(operator, config, loaded, progress)}
     fastest = {operator: min(times, key=times.__getitem__) for operator, times in measured.items() if times}
-    mixed = time_mixed(config, loaded, fastest, progress)
-    tactics = _tune_experts(config, loaded, progress)
-    progress(f"kept in {save_tuning(Tuning(made_for, fastest, measured, tactics, mixed))}: {fastest}")
+    tuning = Tuning(made_for, fastest, measured, _tune_experts(config, loaded, progress))
+    progress(f"kept in {save_tuning(tuning)}: {fastest}")
+    # What comes now may compile for minutes, and take the process with it.
+    save_tuning(replace(tuning, mixed=time_mixed(config, loaded, fastest, progress)))
     build_cuda_executor(config, loaded, progress).close()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import accumulate, product
 from statistics import median
@@ -20,7 +20,7 @@ from inference_service.execution.memory import cache_dtype
 from inference_service.kernels import support
 from inference_service.kernels.attention import AttentionSpec, FusedAttention, SplitAttention, StepLayout
 from inference_service.kernels.attention_forms import FormTimes, Size, split_name
-from inference_service.kernels.expert_tactics import microseconds
+from inference_service.kernels.expert_tactics import clear_error, microseconds, relative_error
 from inference_service.kernels.flashinfer_pod import find_obstacle
 from inference_service.kernels.mla import UpProjection, empty_output
 from inference_service.kernels.selection import fused_forms, select, split_of
@@ -32,8 +32,12 @@ PREFILL_TOKENS, DECODES, CONTEXTS = (512, 2048, 8192), (8, 32, 128), (512, 2048,
 CALLS = 40
 """How many launches are timed at once: the device sleeps before, and the host keeps ahead of it for so many."""
 TIMINGS = 5
+MOST_ERROR = 0.02
+"""Between the outputs of two forms in half precision, relative: they round differently, and a form that is wrong is far beyond."""
 
 Form = SplitAttention | FusedAttention
+Timed = tuple[float, float]
+"""Microseconds of the device for a launch, and of the host for a plan."""
 
 
 def time_prefill(operator: str, config: Config, loaded: LoadedModel, progress: Report) -> dict[str, float]:
@@ -82,16 +86,16 @@ def time_mixed(config: Config, loaded: LoadedModel, fastest: Mapping[str, str], 
     forms: dict[str, Form] = {split_name(decode.backend, prefill.backend): SplitAttention(decode.make(), prefill.make()), **fused}
     times = []
     for size in product(PREFILL_TOKENS, DECODES, CONTEXTS):
-        each = _time_step(forms, size, config, loaded)
+        each = _time_step(forms, size, config, loaded, progress)
         said = ", ".join(f"{name} {us:.0f} us (plan {plan_us:.0f} us)" for name, (us, plan_us) in each.items())
         progress("{} prefill tokens beside {} decodes of {}: ".format(*size) + (said or "left out, since they would not fit here"))
         if each:
             times.append(FormTimes(size, {name: round(us, 1) for name, (us, _) in each.items()}))
-    return times
+    return [each.without(each.microseconds.keys() - forms) for each in times]
 
 
-def _time_step(forms: Mapping[str, Form], size: Size, config: Config, loaded: LoadedModel) -> dict[str, tuple[float, float]]:
-    """Microseconds of the device for a launch and of the host for a plan, by form; none where the model or the memory is too small."""
+def _time_step(forms: dict[str, Form], size: Size, config: Config, loaded: LoadedModel, progress: Report) -> dict[str, Timed]:
+    """By form, as `compare_forms` does it; none where the model or the memory is too small."""
     (tokens, decodes, context), shape, page_size = size, loaded.shape, config.cache.page_size
     lengths, contexts = [1] * decodes + [tokens], [context] * decodes + [max(tokens, context)]
     layout, pages = _make_layout(decodes, lengths, contexts, page_size, loaded.target.device)
@@ -100,18 +104,52 @@ def _time_step(forms: Mapping[str, Form], size: Size, config: Config, loaded: Lo
         return {}
     kv_LP2HSD = torch.randn(copies, pages, *shape.page_shape(page_size), dtype=loaded.dtype, device=loaded.target.device)
     q_THD = torch.randn(sum(lengths), shape.heads, shape.head_dim, dtype=loaded.dtype, device=loaded.target.device)
-    return {name: _time_form(form, layout, kv_LP2HSD, q_THD, shape.attention) for name, form in forms.items()}
+    return compare_forms(forms, layout, lambda form: _time_form(form, layout, kv_LP2HSD, q_THD, shape.attention), progress)
+
+
+def compare_forms(
+    forms: dict[str, Form], layout: StepLayout, time_form: Callable[[Form], tuple[Timed, Tensor]], progress: Report
+) -> dict[str, Timed]:
+    """The times of split, which is the first, and of each fused form that serves such a step. One that fails, or computes something else
+    than split does, is removed from `forms`."""
+    (split, first), *fused = forms.items()
+    times: dict[str, Timed] = {}
+    times[split], expected_THD = time_form(first)
+    for name, form in fused:
+        if isinstance(form, FusedAttention) and not form.serves(layout):
+            continue
+        try:
+            timed, o_THD = time_form(form)
+            error = relative_error(o_THD, expected_THD)
+            obstacle = "" if error < MOST_ERROR else f"it is wrong here, by {error:.1%} of what {split} computes"
+        except Exception as failure:  # whatever FlashInfer raises for what does not compile or run here
+            clear_error()
+            obstacle = _describe(failure)
+        if obstacle:
+            del forms[name]
+            progress(f"attention_mixed by {name}: left out: {obstacle}")
+        else:
+            times[name] = timed
+    return times
+
+
+def _describe(failure: Exception) -> str:
+    """In one line, since compilers say much."""
+    return f"{type(failure).__name__}: {next(iter(str(failure).splitlines()), '')}"
 
 
 def _make_fused(setting: support.Setting, progress: Report) -> dict[str, FusedAttention]:
     """The forms beside split that can be timed here."""
     made = {}
     for name in fused_forms(setting):
-        if obstacle := find_obstacle(name, setting.dtype, setting.head_dim):
-            progress(f"attention_mixed by {name}: left out: {obstacle}")
-            continue
-        progress(f"attention_mixed by {name}: to be timed; where FlashInfer has not compiled it yet, that takes minutes first")
-        made[name] = next(row for row in support.rows("attention_mixed") if row.backend == name).make()
+        try:
+            obstacle = find_obstacle(name, setting.dtype, setting.head_dim)
+            if not obstacle:
+                made[name] = next(row for row in support.rows("attention_mixed") if row.backend == name).make()
+        except Exception as failure:  # as above
+            obstacle = _describe(failure)
+        timing = "to be timed; where FlashInfer has not compiled it yet, that takes minutes first"
+        progress(f"attention_mixed by {name}: " + (f"left out: {obstacle}" if obstacle else timing))
     return made
 
 
@@ -122,8 +160,8 @@ def _count_copies(size: int) -> int:
     return copies if copies * size < torch.cuda.mem_get_info()[0] // 2 else 0
 
 
-def _time_form(form: Form, layout: StepLayout, kv_LP2HSD: Tensor, q_THD: Tensor, spec: AttentionSpec) -> tuple[float, float]:
-    """The same of one form, which reads one cache after another."""
+def _time_form(form: Form, layout: StepLayout, kv_LP2HSD: Tensor, q_THD: Tensor, spec: AttentionSpec) -> tuple[Timed, Tensor]:
+    """Of one form, which reads one cache after another; and what it computes from the last."""
     plan: Any = None
     plans_us = []
     for _ in range(TIMINGS):
@@ -137,7 +175,8 @@ def _time_form(form: Form, layout: StepLayout, kv_LP2HSD: Tensor, q_THD: Tensor,
 
     run()
     repeats = max(1, CALLS // len(kv_LP2HSD))
-    return median(microseconds(run, repeats) for _ in range(TIMINGS)) / len(kv_LP2HSD), median(plans_us)
+    us = median(microseconds(run, repeats) for _ in range(TIMINGS)) / len(kv_LP2HSD)
+    return (us, median(plans_us)), form(q_THD, kv_LP2HSD[-1], plan)
 
 
 def _make_layout(decodes: int, lengths: list[int], contexts: list[int], page_size: int, device: torch.device) -> tuple[StepLayout, int]:

@@ -13,7 +13,7 @@ from inference_service.execution.cuda_executor import GREEDY, CudaExecutor
 from inference_service.execution.deep_gemm import load_deep_gemm
 from inference_service.execution.device import find_setting
 from inference_service.execution.loading import LoadedModel, Report
-from inference_service.execution.memory import GIB, MIB, Needs, page_bytes, used_bytes
+from inference_service.execution.memory import GIB, MIB, Needs, own_bytes, page_bytes, used_bytes
 from inference_service.execution.packed_inputs import Sizes
 from inference_service.execution.tuning import describe, load_tuning
 from inference_service.kernels.selection import captures_mixed, keeps_from_graph
@@ -93,14 +93,14 @@ def _learn_needs(
     sizes = graph_sizes(trial)
     largest = {each.mixed: each for each in sorted(sizes, key=lambda each: each.tokens)}
     captured = trial.capture(list(largest.values()))
-    with_graphs = used_bytes()
+    with_graphs, held_with_graphs = used_bytes(), torch.cuda.memory_reserved()
     trial.drop_graphs()
-    graphs = with_graphs - used_bytes() + SMALL_GRAPH_BYTES * (2 * len(sizes) - captured)
+    graphs = own_bytes(with_graphs - used_bytes(), held_with_graphs - torch.cuda.memory_reserved())
+    graphs += SMALL_GRAPH_BYTES * (2 * len(sizes) - captured)
     trial.close()
     del trial
-    # What a process that was ending at the start has given back since then must not be taken for ours.
     used, held = used_bytes(), torch.cuda.memory_reserved()
-    ours = max(used - loaded.taken_bytes, held)
+    ours = own_bytes(used - loaded.taken_bytes, held)
     return Needs(torch.cuda.mem_get_info()[1], used - ours, ours, graphs, activations)
 
 

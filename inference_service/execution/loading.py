@@ -13,6 +13,8 @@ from inference_service.engine.step import ExecutorInfo
 from inference_service.execution.device import TargetDevice, find_device, find_dtype, find_setting
 from inference_service.execution.memory import used_bytes
 from inference_service.execution.tuning import describe, find_misfit, load_tuning, tuning_file
+from inference_service.kernels.attention_forms import drop_missing
+from inference_service.kernels.flashinfer_pod import is_compiled
 from inference_service.kernels.selection import Choice, make_operators, select
 from inference_service.kernels.support import dtype_name
 from inference_service.models.build import Build
@@ -90,7 +92,14 @@ def choose(
     made_for = describe(target, setting, shape)
     tuning = load_tuning(made_for)
     progress(f"kernels were measured: {tuning_file(made_for)}" if tuning else "kernels were not measured here: `prebuild` does that")
-    return select(config.kernels, setting, tuning.fastest, tuning.mixed) if tuning else select(config.kernels, setting)
+    if not tuning:
+        return select(config.kernels, setting)
+    if config.kernels.attention_mixed != "auto":
+        return select(config.kernels, setting, tuning.fastest)
+    mixed, missing = drop_missing(tuning.mixed or [], lambda form: is_compiled(form, setting.dtype, setting.head_dim))
+    for form in missing:
+        progress(f"attention_mixed by {form}: left out, since FlashInfer has not compiled it here any more: `prebuild` does that")
+    return select(config.kernels, setting, tuning.fastest, mixed)
 
 
 def apply_config(shape: ModelConfig, config: Config) -> ModelConfig:

@@ -13,6 +13,10 @@ from inference_service.kernels.fp8 import E4M3
 from inference_service.models.config import ModelConfig
 
 MIB, GIB = 1 << 20, 1 << 30
+SLACK = 0.02
+"""Of a GPU's memory, what stays free beside all processes: each takes a little more after its start."""
+OUTSIDE_BYTES = 4 * GIB
+"""What a process takes at most that PyTorch does not know of: CUDA's context, kernels' code, and workspaces outside of its pool."""
 
 
 def cache_dtype(config: Config, dtype: torch.dtype) -> torch.dtype:
@@ -45,6 +49,14 @@ def used_bytes() -> int:
     return total - free
 
 
+def own_bytes(grown: int, held: int) -> int:
+    """How much of what a GPU's used memory has grown by is this process's, of which PyTorch holds `held` bytes.
+
+    The rest is of other processes: one that has ended meanwhile lessens what is used, one that has started adds to it.
+    """
+    return min(max(grown, held, 0), held + OUTSIDE_BYTES)
+
+
 @dataclass(frozen=True)
 class Needs:
     """Bytes that a GPU needs beside the KV pool."""
@@ -62,7 +74,7 @@ class Needs:
         """Pages that fit into this process's share of the GPU, and beside the others. Raises ConfigError where not one does."""
         if config.cache.pages:
             return config.cache.pages
-        share_bytes = min(int(config.cache.gpu_memory_fraction * self.total), self.total - self.others)
+        share_bytes = min(int(config.cache.gpu_memory_fraction * self.total), int((1 - SLACK) * self.total) - self.others)
         left = share_bytes - self.loaded - self.graphs - self.activations
         if left < page_bytes:
             share = f"{config.cache.gpu_memory_fraction} of {self.total / GIB:.1f} GiB"

@@ -27,8 +27,8 @@ class Tuning(msgspec.Struct, frozen=True):
     """A launch of each backend of an operator, summed over the timed shapes."""
     expert_tactics: dict[int, tuple[int, int]] = {}
     """By tokens: FlashInfer's numbers of the CUTLASS kernels of both products (kernels/expert_tactics.py)."""
-    mixed: list[FormTimes] = []
-    """How the attention of eager steps with decodes and prefill chunks is fastest (kernels/attention_forms.py)."""
+    mixed: list[FormTimes] | None = None
+    """How the attention of eager steps with decodes and prefill chunks is fastest (kernels/attention_forms.py); None: not measured."""
 
 
 def cache_directory() -> Path:

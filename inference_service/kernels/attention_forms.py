@@ -5,7 +5,7 @@ Shapes as in `attention`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from math import log
 from typing import Any
 
@@ -38,6 +38,17 @@ class FormTimes(msgspec.Struct, frozen=True):
         """The fused forms, of those that are `able`, that are faster than `split`; the fastest first."""
         limit = MARGIN * self.microseconds[split]
         return sorted((form for form in able if self.microseconds.get(form, limit) < limit), key=self.microseconds.__getitem__)
+
+    def without(self, forms: Collection[str]) -> FormTimes:
+        return FormTimes(self.size, {form: us for form, us in self.microseconds.items() if form not in forms})
+
+
+def drop_missing(times: Sequence[FormTimes], is_there: Callable[[str], bool]) -> tuple[list[FormTimes], list[str]]:
+    """The times without those of forms that are fastest somewhere and are not there; and those forms."""
+    splits = [(each, name) for each in times for name in each.microseconds if name not in FORMS]
+    chosen = {form for each, split in splits for form in each.faster(split, FORMS)}
+    missing = sorted(form for form in chosen if not is_there(form))
+    return [each.without(missing) for each in times], missing
 
 
 class FormTable:
@@ -80,8 +91,10 @@ class FusedByTable(FusedAttention):
         return super().serves(layout) and self._find(layout) is not None
 
     def _find(self, layout: StepLayout) -> FusedAttention | None:
-        decodes = layout.decodes
-        faster = self._table.find(sum(layout.lengths[decodes:]), decodes, sum(layout.contexts[:decodes]) / decodes)
+        decodes, lengths = layout.decodes, layout.lengths[layout.decodes :]
+        # A late chunk reads what is before it, too.
+        before = [context for length, context in zip(lengths, layout.contexts[decodes:], strict=True) if context > length]
+        faster = self._table.find(sum(lengths), decodes, max(sum(layout.contexts[:decodes]) / decodes, *before, 0))
         return next((self._forms[form] for form in faster if self._forms[form].serves(layout)), None)
 
     def _plan(self, layout: StepLayout, kv_P2HSD: Tensor, heads: int, spec: AttentionSpec) -> tuple[FusedAttention, Any]:

@@ -97,9 +97,9 @@ class ExpertTactics:
                 run = partial(moe, x_TC, ids_TK, weights_TK)
                 try:
                     y_TC = run()
-                    error = _relative_error(y_TC, expected_TC)
+                    error = relative_error(y_TC, expected_TC)
                 except Exception:  # whatever FlashInfer raises for a kernel that does not run here
-                    _clear_error()
+                    clear_error()
                     return float("inf")
                 if not error < MOST_ERROR or total + self._timer(run, 1) > SLOWER * limit:
                     return float("inf")
@@ -126,8 +126,8 @@ def expert_tactics() -> ExpertTactics:
     return tactics
 
 
-def _relative_error(y_TC: Tensor, expected_TC: Tensor) -> float:
-    error, size = (y_TC.float() - expected_TC.float()).norm(), expected_TC.float().norm()
+def relative_error(y: Tensor, expected: Tensor) -> float:
+    error, size = (y.float() - expected.float()).norm(), expected.float().norm()
     return float((error / size).item())
 
 
@@ -143,7 +143,7 @@ def microseconds(run: Callable[[], object], repeats: int) -> float:
     return 1e3 * float(begin.elapsed_time(end)) / repeats
 
 
-def _clear_error() -> None:
+def clear_error() -> None:
     """Else a launch that failed is reported by whatever comes next."""
     with suppress(Exception):
         torch.cuda.synchronize()

@@ -73,7 +73,7 @@ class BatchPod(FusedAttention):
 
 
 class Pod(FusedAttention):
-    """`flashinfer.pod.PODWithPagedKVCacheWrapper`: one chunk, whose keys and values are gathered from their pages."""
+    """`flashinfer.pod.PODWithPagedKVCacheWrapper`: one chunk, a prompt's first, whose keys and values are gathered from their pages."""
 
     def __init__(self) -> None:
         from inference_service.kernels import flashinfer_pod_ops
@@ -82,7 +82,8 @@ class Pod(FusedAttention):
         self._ring = WrapperRing(flashinfer_pod_ops.make_pod_wrapper)
 
     def serves(self, layout: StepLayout) -> bool:
-        return super().serves(layout) and len(layout.lengths) == layout.decodes + 1
+        decodes = layout.decodes
+        return super().serves(layout) and layout.lengths[decodes:] == layout.contexts[decodes:] and len(layout.lengths) == decodes + 1
 
     def _plan(self, layout: StepLayout, kv_P2HSD: Tensor, heads: int, spec: AttentionSpec) -> FusedPlan:
         page_size, decodes = kv_P2HSD.shape[3], layout.decodes
@@ -101,11 +102,18 @@ class Pod(FusedAttention):
         return o_THD
 
 
+def is_compiled(backend: str, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether POD, or batch POD, can run here without minutes of compiling first."""
+    from inference_service.kernels import flashinfer_pod_ops
+
+    return flashinfer_pod_ops.is_compiled(backend, dtype, head_dim)
+
+
 def find_obstacle(backend: str, dtype: torch.dtype, head_dim: int) -> str:
     """Why `prebuild` does not time POD or batch POD; empty where it does. Of what is not compiled yet it compiles batch POD alone."""
     from inference_service.kernels import flashinfer_pod_ops
 
-    if flashinfer_pod_ops.is_compiled(backend, dtype, head_dim):
+    if is_compiled(backend, dtype, head_dim):
         return ""
     if backend == "pod":
         return "FlashInfer compiles it for more than 8 minutes on 16 cores; a start with kernels.attention_mixed: pod does that"

@@ -103,20 +103,27 @@ def plan_pod(number: int, decodes: Any, heads: int, kv_P2HSD: Tensor, spec: Atte
 
 @custom_op(lambda q_THD, *rest: torch.empty_like(q_THD))
 def pod(q_THD: Tensor, kv_2LHD: Tensor, kv_P2HSD: Tensor, number: int, decodes: int, scale: float) -> Tensor:
-    """`kv_2LHD`: the chunk's keys and values, those before it included."""
-    pod_wrapper = _WRAPPERS[number]
-    chunk_THD, decoded_THD = pod_wrapper.run(
-        q_p=q_THD[decodes:],
-        k_p=kv_2LHD[0],
-        v_p=kv_2LHD[1],
-        q_d=q_THD[:decodes],
-        paged_kv_cache_d=kv_P2HSD,
-        causal_p=True,
-        kv_layout_p="NHD",
-        sm_scale_p=scale,
-        sm_scale_d=scale,
-    )
-    return torch.cat((decoded_THD, chunk_THD))
+    """`kv_2LHD`: the chunk's keys and values."""
+    pod_wrapper, o_THD = _WRAPPERS[number], torch.empty_like(q_THD)
+    # FlashInfer clears what its blocks count with on the default stream, whatever stream they run on. So they run on that one, and all
+    # that is allocated there is used there alone.
+    current, default = torch.cuda.current_stream(q_THD.device), torch.cuda.default_stream(q_THD.device)
+    default.wait_stream(current)
+    with torch.cuda.stream(default):
+        chunk_THD, decoded_THD = pod_wrapper.run(
+            q_p=q_THD[decodes:],
+            k_p=kv_2LHD[0],
+            v_p=kv_2LHD[1],
+            q_d=q_THD[:decodes],
+            paged_kv_cache_d=kv_P2HSD,
+            causal_p=True,
+            kv_layout_p="NHD",
+            sm_scale_p=scale,
+            sm_scale_d=scale,
+        )
+        torch.cat((decoded_THD, chunk_THD), out=o_THD)
+    current.wait_stream(default)
+    return o_THD
 
 
 def make_batch_attention() -> int:

@@ -16,6 +16,7 @@ from inference_service.kernels.support_row import (
     Row,
     Setting,
 )
+from inference_service.kernels.versions import at_least
 
 HOPPER = frozenset({"sm_90"})
 NO_FA3 = "FA3 is written for Hopper's instructions, which sm_90 alone has"
@@ -34,6 +35,15 @@ def _flashinfer(setting: Setting) -> str:
     if shape is None or (shape.latent, shape.rope) == (flashinfer_mla.LATENT, flashinfer_mla.ROPE):
         return ""
     return f"takes a kv_lora_rank of 512 and a qk_rope_head_dim of 64, not {shape.latent} and {shape.rope}"
+
+
+def _graphs(setting: Setting) -> str:
+    """FlashInfer from 0.7 on wants exactly the pages of each context, where a graph's rows have those of its table; and each plan makes a
+    new backend, where a graph goes on with what it was captured from."""
+    version = setting.versions.get("flashinfer")
+    if version and at_least(version, "0.7"):
+        return f"is planned for CUDA graphs as FlashInfer before 0.7 does it, not {version}"
+    return _flashinfer(setting)
 
 
 def _ragged(setting: Setting) -> str:
@@ -78,7 +88,7 @@ LATENT_ROWS = (
         dtypes=HALVES,
         elsewhere=NO_FA3,
         otherwise=NO_HALF,
-        limit=_flashinfer,
+        limit=_graphs,
         requires=FLASHINFER,
     ),
     Row(
@@ -89,7 +99,7 @@ LATENT_ROWS = (
         dtypes=HALVES,
         elsewhere=NO_FA2,
         otherwise=NO_HALF,
-        limit=_flashinfer,
+        limit=_graphs,
         requires=FLASHINFER,
     ),
     Row("mla_decode", "torch", mla_torch.TorchLatentDecode, graph=False),

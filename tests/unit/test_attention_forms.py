@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 
 from inference_service.config import Kernels
+from inference_service.execution.attention_timing import Form, Timed, compare_forms
 from inference_service.execution.tuning import Tuning, load_tuning, save_tuning
 from inference_service.kernels import support
 from inference_service.kernels.attention import AttentionSpec, FusedAttention, SplitAttention, StepLayout
-from inference_service.kernels.attention_forms import FORMS, FormTable, FormTimes, FusedByTable
+from inference_service.kernels.attention_forms import FORMS, FormTable, FormTimes, FusedByTable, drop_missing
 from inference_service.kernels.attention_mixed import TorchPagedAttention
 from inference_service.kernels.attention_torch import TorchDecode, TorchPrefill
+from inference_service.kernels.flashinfer_pod import Pod
 from inference_service.kernels.selection import Choice, captures_mixed, fused_forms, make_operators, select
 from inference_service.kernels.support import Setting
 
@@ -91,6 +93,53 @@ def test_without_a_form_that_wins_none_is_made() -> None:
     assert make_operators(choices).attention.fused is None
 
 
+def test_a_form_that_is_not_compiled_any_more_is_not_chosen() -> None:
+    times, missing = drop_missing(TIMES, lambda form: form != "pod")
+    assert missing == ["pod"]
+    assert [each.microseconds.keys() for each in times] == [{SPLIT, "batch_pod"}] * 4
+    choice = mixed_choice(Kernels(), times)
+    assert choice.reason.endswith("eager steps by the measured table: batch_pod at 1 of 4 sizes, else triton+fa3")
+    assert choice.table and choice.table.forms == ["batch_pod"]
+    assert drop_missing(TIMES, lambda form: True) == (TIMES, [])
+
+
+def test_what_is_slower_everywhere_may_be_missing() -> None:
+    """It is not even asked for, since that would import FlashInfer."""
+    slower = [FormTimes((512, 32, 2048), {SPLIT: 75.0, "batch_pod": 88.0, "pod": 80.0})]
+    assert drop_missing(slower, lambda form: pytest.fail(form)) == (slower, [])
+
+
+# What is measured.
+
+
+class Wrong(TorchPagedAttention):
+    """Leaves out the last head."""
+
+    def __call__(self, q_THD: Tensor, *args: Any) -> Tensor:
+        return super().__call__(q_THD, *args) * (torch.arange(q_THD.shape[1])[:, None] < q_THD.shape[1] - 1)
+
+
+class Failing(TorchPagedAttention):
+    def __call__(self, q_THD: Tensor, *args: Any) -> Tensor:
+        raise RuntimeError("Ninja build failed\nmuch more")
+
+
+def test_a_fused_form_that_fails_or_is_wrong_is_left_out_for_good() -> None:
+    split: dict[str, Form] = {SPLIT: SplitAttention(TorchDecode(), TorchPrefill())}
+    forms = split | {"right": Together(9), "wrong": Together(9, Wrong()), "failing": Together(9, Failing()), "one chunk": Together(1)}
+    layout = make_layout([30, 17], [(8, 40), (8, 8)])
+    kv, q = torch.randn(int(layout.pages_RM.max()) + 1, 2, 2, 16, 8), torch.randn(len(layout.positions_T), 4, 8)
+
+    def time_form(form: Form) -> tuple[Timed, Tensor]:
+        return (1.0, 2.0), form(q, kv, form.plan(layout, kv, 4))
+
+    said: list[str] = []
+    assert compare_forms(forms, layout, time_form, said.append) == {SPLIT: (1.0, 2.0), "right": (1.0, 2.0)}
+    assert list(forms) == [SPLIT, "right", "one chunk"], "what does not serve this step may serve others"
+    wrong, failing = said
+    assert "by wrong: left out: it is wrong here" in wrong and failing.endswith("by failing: left out: RuntimeError: Ninja build failed")
+
+
 # What is kept.
 
 
@@ -104,7 +153,10 @@ def test_times_are_kept_for_this_gpu_alone(tmp_path: Path, monkeypatch: pytest.M
     older = {name: value for name, value in msgspec.json.decode(path.read_bytes()).items() if name != "mixed"}
     path.write_bytes(msgspec.json.encode(older))
     kept = load_tuning(here)
-    assert kept and kept.mixed == [], "a file of before"
+    assert kept and kept.mixed is None, "a file of before: not measured"
+    save_tuning(Tuning(here, {}, {}, {}, []))
+    kept = load_tuning(here)
+    assert kept and kept.mixed == [], "measured: split is the only form"
 
 
 # What a step does.
@@ -113,8 +165,8 @@ def test_times_are_kept_for_this_gpu_alone(tmp_path: Path, monkeypatch: pytest.M
 class Together(FusedAttention):
     """A fused form that runs on a CPU."""
 
-    def __init__(self, chunks: int) -> None:
-        self._attention, self._chunks = TorchPagedAttention(), chunks
+    def __init__(self, chunks: int, attention: TorchPagedAttention | None = None) -> None:
+        self._attention, self._chunks = attention or TorchPagedAttention(), chunks
 
     def serves(self, layout: StepLayout) -> bool:
         return super().serves(layout) and len(layout.lengths) - layout.decodes <= self._chunks
@@ -175,3 +227,30 @@ def test_each_step_takes_its_form_and_all_forms_agree() -> None:
         torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
         assert [name for name, each in forms.items() if each.steps > before[name]] == ([form] if form else [])
     assert fused.steps == 4 == sum(form.steps for form in fused.forms())
+
+
+def test_a_late_chunks_own_context_counts() -> None:
+    """It is read as decodes' contexts are; a first chunk reads only itself."""
+    table = FormTable(
+        [FormTimes((16, 2, context), {SPLIT: 9.0, form: 8.0}) for context, form in ((32, "pod"), (512, "batch_pod"))], SPLIT, FORMS
+    )
+    forms = {"batch_pod": Together(chunks=9), "pod": Together(chunks=9)}
+    fused = FusedByTable(table, forms)
+    for chunks, form in (([(16, 16)], "pod"), ([(8, 8), (8, 40)], "pod"), ([(8, 600), (8, 8)], "batch_pod"), ([(200, 200)], "pod")):
+        layout = make_layout([30, 17], chunks)
+        chosen, _ = fused.plan(layout, torch.randn(64, 2, 2, 16, 8), 4)
+        assert chosen is forms[form]
+    layout = make_layout([900, 800], [(16, 16)])
+    assert fused.plan(layout, torch.randn(200, 2, 2, 16, 8), 4)[0] is forms["batch_pod"]
+
+
+def test_pod_is_for_one_first_chunk() -> None:
+    pod = Pod.__new__(Pod)  # Without FlashInfer.
+    for decodes, chunks, serves in (
+        ([30], [(16, 16)], True),
+        ([30], [(16, 40)], False),
+        ([30], [(16, 16), (8, 8)], False),
+        ([], [(16, 16)], False),
+        ([30], [], False),
+    ):
+        assert pod.serves(make_layout(decodes, chunks)) == serves

@@ -1,4 +1,7 @@
-"""Every call of FlashInfer, served or measured, fits the FlashInfer that ran on the GPU, and a newer one: read in their wheels, not run."""
+"""Every call of FlashInfer, served or measured, fits the FlashInfer that ran on the GPU, and a newer one: read in their wheels, not run.
+
+Where more than the arguments must fit and a version does not, the support table refuses it there.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from typing import Any
 from zipfile import ZipFile
 
 import pytest
+import torch
 
 from baselines import kernels as measured
 from inference_service import kernels as served
@@ -188,6 +192,25 @@ def test_the_backends_of_the_wrappers_are_known(version: str, wrapper: str) -> N
 )
 def test_what_is_replaced_is_there(version: str, path: str, positional: int) -> None:
     signature(function(version, path)).bind(*[None] * positional)
+
+
+@pytest.mark.parametrize(("version", "checks"), [(OLDEST, False), (NEWEST, True)])
+def test_plans_of_latents_in_graphs_are_refused_where_their_pages_are_checked(version: str, checks: bool) -> None:
+    """They have the pages of a graph's table, which are more than the contexts'."""
+    sources = [name for name in wheel(version).namelist() if name.startswith("flashinfer/mla/") and name.endswith(".py")]
+    assert checks == any(b"must equal ceil(kv_len_arr" in wheel(version).read(name) for name in sources)
+    here = support.Setting("sm_90", torch.bfloat16, 192, 16, 64, {"flashinfer": version, "cuda": "13.0"})
+    refusals = [row.refusal(here) for row in support.rows("mla_decode") if row.backend in ("fa2", "fa3")]
+    assert len(refusals) == 2 and all(bool(refusal) == checks for refusal in refusals)
+
+
+@pytest.mark.parametrize("version", [OLDEST, NEWEST])
+def test_pod_still_needs_the_default_stream(version: str) -> None:
+    """As `flashinfer_pod_ops.pod` gives it; batch POD clears its counters on the stream it runs on."""
+    text, batch = (
+        wheel(version).read(f"flashinfer/data/include/flashinfer/attention/{name}.cuh").decode() for name in ("pod", "batch_pod")
+    )
+    assert "cudaMemset(" in text and "cudaMemset(" not in batch
 
 
 def test_an_installed_flashinfer_is_the_one_that_was_read() -> None:

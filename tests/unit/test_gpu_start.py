@@ -10,7 +10,7 @@ import torch
 
 from inference_service.config import ConfigError, load_config
 from inference_service.execution.graphs import buckets, decode_sizes, mixed_sizes
-from inference_service.execution.memory import GIB, Needs
+from inference_service.execution.memory import GIB, OUTSIDE_BYTES, Needs, own_bytes
 from inference_service.execution.packed_inputs import Sizes, SlotTable
 from inference_service.execution.tuning import Tuning, compare, find_misfit, load_tuning, save_tuning, tuning_file
 
@@ -51,7 +51,30 @@ def test_other_processes_take_nothing_of_the_share_but_bound_it() -> None:
     needs = Needs(total=100 * GIB, others=45 * GIB, loaded=20 * GIB, graphs=2 * GIB, activations=3 * GIB)
     assert needs.pages(config, 1 << 20) == 15 * 1024
     assert "other processes 45.00, free 15.00" in needs.ledger(15 * GIB)
-    assert replace(needs, others=70 * GIB).pages(config, 1 << 20) == 5 * 1024
+    # 2 % stay free beside others that have more than the fraction leaves.
+    crowded = replace(needs, others=70 * GIB)
+    assert crowded.pages(config, 1 << 20) == 3 * 1024
+    assert "free 2.00" in crowded.ledger(3 * GIB)
+    with pytest.raises(ConfigError, match=r"cache\.gpu_memory_fraction: .*other processes 73\.00"):
+        replace(needs, others=73 * GIB).pages(config, 1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("grown", "ours"),
+    [
+        (21, 21),  # Alone: weights, code and context.
+        (21 - 30, 20),  # A predecessor that held 30 GiB ended meanwhile.
+        (21 + 30, 24),  # A neighbour started and took 30 GiB.
+    ],
+)
+def test_what_neighbours_take_and_give_back_is_not_ours(grown: int, ours: int) -> None:
+    assert own_bytes(grown * GIB, held=20 * GIB) == ours * GIB
+
+
+def test_what_graphs_take_is_never_negative() -> None:
+    assert own_bytes(2 * GIB, held=GIB) == 2 * GIB
+    assert own_bytes(-30 * GIB, held=0) == 0
+    assert own_bytes(30 * GIB, held=0) == OUTSIDE_BYTES
 
 
 def test_a_measurement_counts_only_where_it_was_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

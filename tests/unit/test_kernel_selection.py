@@ -59,8 +59,9 @@ def test_every_refusal_has_a_reason() -> None:
     for row in support.TABLE:
         for architecture in support.ANY:
             for dtype in support.FLOATS:
-                refusal = row.refusal(setting(architecture, dtype, versions=ALL_THERE | {"flashinfer": "0.7.4"}))
-                supported = architecture in row.architectures and dtype in row.dtypes and not row.limit(setting(architecture, dtype))
+                here = setting(architecture, dtype, versions=ALL_THERE | {"flashinfer": "0.7.4"})
+                refusal = row.refusal(here)
+                supported = architecture in row.architectures and dtype in row.dtypes and not row.limit(here)
                 assert (refusal == "") == supported
                 assert "untried" not in refusal
                 assert not refusal or f"{row.operator} by {row.backend}" in refusal
@@ -160,6 +161,18 @@ def test_limits_of_what_deepseek_needs(changes: dict[str, Any], operator: str, b
     assert row.refusal(setting("sm_90", torch.bfloat16, versions=ALL_THERE, latent=LATENT, grouped=GROUPED)) == ""
     here = {"latent": LATENT, "grouped": GROUPED} | changes
     assert words in row.refusal(setting("sm_90", torch.bfloat16, versions=ALL_THERE, **here))
+
+
+@pytest.mark.parametrize("backend", ["fa2", "fa3"])
+def test_latents_in_graphs_are_planned_as_an_older_flashinfer_does_it(backend: str, caplog: pytest.LogCaptureFixture) -> None:
+    newer = ALL_THERE | {"flashinfer": "0.7.4"}
+    kernel = chosen(Kernels(mla_decode=backend), "sm_90", torch.bfloat16, latent=LATENT, versions=newer)["mla_decode"]
+    assert kernel.backend == "triton"
+    assert f"mla_decode by {backend} is planned for CUDA graphs as FlashInfer before 0.7 does it, not 0.7.4" in kernel.reason
+    older = chosen(Kernels(mla_decode=backend), "sm_90", torch.bfloat16, latent=LATENT, versions=ALL_THERE | {"flashinfer": "0.6.20"})
+    assert older["mla_decode"].backend == backend
+    # Prompts are planned outside of graphs, with the pages of their contexts.
+    assert backends("sm_90", torch.bfloat16, latent=LATENT, versions=newer)["mla_prefill"] == "fa3"
 
 
 def test_versions_are_compared_as_numbers() -> None:
