@@ -37,12 +37,13 @@ from baselines.schedule import BLOCKS, INTERLEAVED, Step, blocks, interleaved, i
 from baselines.traces import TraceReceiver
 from inference_service.config import Config, ConfigError, load_config
 from inference_service.fetch import resolve_model
-from inference_service.models.config_json import ModelError
-from inference_service.models.families import read_config
+from inference_service.models.config_json import ModelError, read_json
 
 _AROUND_S = 25.0
 """What a cell takes beside its window: starting, warming up, stopping."""
 _PROBE_S = 30.0
+_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
+"""What config.json may call their number."""
 
 
 class Comparison:
@@ -54,6 +55,8 @@ class Comparison:
         self._file = directory / "config.yaml"
         self._result = directory / "result.json"
         self._rehearsed: set[tuple[str, int, Cell]] = set()
+        self._anew: set[tuple[str, int, int, int]] = set()
+        """Keys, without the target, of what is measured anew by all servers side by side, and is not yet."""
         self.model = _model(config.model.path)
         self._experts = _experts(self.model)
         self.rows = read_rows(self._result)
@@ -214,16 +217,25 @@ class Comparison:
             raise problem
 
     def _unmeasured(self, steps: Sequence[Step]) -> list[Step]:
-        """What has no good row. Where an invalid one is of servers side by side, all that it stands beside is measured anew with it."""
+        """What has no good row. Where an invalid one is of servers side by side, all that it stands beside is measured anew with it.
+
+        What has no row at all comes first, lest a cell that is invalid each time take the time of all others.
+        """
+        there = {key(row) for row in self.rows}
         good = {key(row) for row in self.rows if "failure" not in row and not row.get("invalid")}
         invalid = {key(row) for row in self.rows if row.get("invalid")}
         anew = {(step.cell, step.repeat) for step in steps if step.schedule == INTERLEAVED and keys_of(step) & invalid}
-        return [step for step in steps if (step.cell, step.repeat) in anew or not keys_of(step) <= good]
+        self._anew = {found[1:] for step in steps if (step.cell, step.repeat) in anew for found in keys_of(step)}
+        left = [step for step in steps if (step.cell, step.repeat) in anew or not keys_of(step) <= good]
+        return sorted(left, key=lambda step: bool(keys_of(step) & there))
 
     def _add(self, rows: list[Row]) -> None:
-        """In the place of what could not be measured before."""
+        """In the place of what could not be measured before, and of all beside it that is measured anew: old and new make no pair."""
         keys = {key(row) for row in rows}
-        self.rows = [row for row in self.rows if key(row) not in keys] + rows
+        anew = {key(row)[1:] for row in rows} & self._anew
+        self._anew -= anew
+        beside = {key(row) for row in self.rows if row.get("schedule") == INTERLEAVED and key(row)[1:] in anew}
+        self.rows = [row for row in self.rows if key(row) not in keys | beside] + rows
         write_rows(self._result, self.rows)
 
     def _expected_distinct(self, batch: int) -> float | None:
@@ -241,12 +253,15 @@ def _model(path: str) -> Path | None:
 
 
 def _experts(model: Path | None) -> tuple[int, int]:
-    """How many experts it has and takes; zeros where that is not known or it has none."""
+    """How many experts it has and takes, of a family that is served or not; zeros where that is not known or it has none."""
     try:
-        moe = read_config(model).moe if model else None
+        raw = read_json(model) if model else {}
     except ModelError:
-        moe = None
-    return (moe.experts, moe.top_k) if moe else (0, 0)
+        return 0, 0
+    experts, chosen = next((raw[name] for name in _EXPERTS if raw.get(name)), 0), raw.get("num_experts_per_tok")
+    if isinstance(experts, int) and isinstance(chosen, int) and 0 < chosen <= experts:
+        return experts, chosen
+    return 0, 0
 
 
 def _probe(command: str, concurrency: int) -> dict[str, Any]:
@@ -303,6 +318,9 @@ def _steps(args: argparse.Namespace, config: Config, comparison: Comparison, nam
     repeats = args.repeats if args.repeats is not None else config.comparison.repeats
     if repeats < 1:
         raise ConfigError(f"--repeats: {repeats} is less than 1")
+    for number, cell in enumerate(cells):
+        if any(keys_of(Step("", cell)) & keys_of(Step("", other)) for other in cells[:number]):
+            raise ConfigError(f"{'--cells' if args.cells else 'comparison.cells'}: {cell} is there twice")
     together, why = is_interleaved(config, names, comparison.model)
     if together and args.block:
         raise ConfigError("--block: interleaved servers have no blocks; set comparison.interleave=false")
@@ -323,6 +341,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise ConfigError("comparison.targets: none to compare")
         if unknown := [name for name in names if name not in config.comparison.targets]:
             raise ConfigError(f"--targets: {unknown[0]} is not in comparison.targets, which has {', '.join(config.comparison.targets)}")
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ConfigError(f"--targets: {twice[0]} is there twice")
         args.out.mkdir(parents=True, exist_ok=True)
         comparison = Comparison(config, args.out.absolute())
         steps = _steps(args, config, comparison, names)
@@ -347,7 +367,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         write_report(comparison.rows, shown, args.out / "report.html", args.out / "report.json")
     if not in_time:
         sys.exit(3)
-    sys.exit(bool(left) or any("failure" in row or "invalid" in row for row in comparison.wanted(steps)))
+    sys.exit(bool(left) or any("failure" in row or row.get("invalid") for row in comparison.wanted(steps)))
 
 
 if __name__ == "__main__":

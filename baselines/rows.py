@@ -99,6 +99,11 @@ def read_rows(path: Path) -> list[Row]:
         raise ValueError(f"{path}: not JSON: {error}") from None
     if not isinstance(rows, list):
         raise ValueError(f"{path}: not a list of cells")
+    for row in rows:
+        if not isinstance(row, dict):
+            raise ValueError(f"{path}: a cell is no object: {row!r}")
+        if not (isinstance(reasons := row.get("invalid", []), list) and all(isinstance(reason, str) for reason in reasons)):
+            raise ValueError(f"{path}: invalid: not a list of reasons: {reasons!r}")
     return rows
 
 

@@ -85,8 +85,8 @@ def summarize(rows: Sequence[Row], targets: Sequence[str]) -> Summary:
 def _cell(by_target: dict[str, list[Row]], first: str) -> Cell:
     some = next(iter(by_target.values()))[0]
     objections = {name: problems for name, rows in by_target.items() if (problems := _problems(rows))}
-    valid = {name: [row for row in rows if not row.get("invalid")] for name, rows in by_target.items()}
-    whole = {name: rows for name, rows in valid.items() if rows and not any("failure" in row for row in rows)}
+    valid = {name: [row for row in rows if "failure" not in row and not row.get("invalid")] for name, rows in by_target.items()}
+    whole = {name: rows for name, rows in valid.items() if rows and not any("failure" in row for row in by_target[name])}
     ratios = {}
     if first in whole:
         ratios = {f"{first} / {other}": _ratios(whole[first], rows) for other, rows in whole.items() if other != first}

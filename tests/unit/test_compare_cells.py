@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from baselines.cells import Cell, Shape, parse_cells
 from baselines.load import processes
-from baselines.rows import key, keys_of, make_row, refusal
+from baselines.rows import key, keys_of, make_row, read_rows, refusal
 from baselines.schedule import Step
 
 SHORT, LONG = Shape(128, 256), Shape(4096, 16)
@@ -95,6 +96,22 @@ def test_a_good_row_has_no_objection() -> None:
 def test_why_a_row_is_invalid(changes: dict[str, Any], reason: str) -> None:
     (only,) = row(**changes)["invalid"]
     assert only.startswith(reason)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("{}", "not a list of cells"),
+        ("[5]", "a cell is no object: 5"),
+        ('[{}, {"invalid": "late"}]', "invalid: not a list of reasons: 'late'"),
+        ('[{"invalid": [1]}]', r"invalid: not a list of reasons: \[1\]"),
+    ],
+)
+def test_a_file_that_is_no_result_is_refused(tmp_path: Path, content: str, reason: str) -> None:
+    file = tmp_path / "result.json"
+    file.write_text(content)
+    with pytest.raises(ValueError, match=f"result.json: {reason}$"):
+        read_rows(file)
 
 
 def test_answers_of_another_length_are_refused() -> None:

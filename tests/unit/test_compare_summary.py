@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -142,16 +144,76 @@ def test_an_invalid_row_counts_for_nothing_beside_valid_ones() -> None:
     assert cell.ratios == {} and cell.figures["b"]["tokens/s"].samples == 3
 
 
+def test_a_failed_row_hides_no_invalid_ones_and_leaves_no_ratio() -> None:
+    steps = [Step(target, ONE, repeat=repeat) for target in "ab" for repeat in (0, 1, 2)]
+    rows = [made(step, 10.0) for step in steps]
+    rows[3] = failed_row(steps[3], ONE.shapes[0], "died")
+    (cell,) = summarize(rows, ["a", "b"]).cells
+    assert cell.ratios == {} and cell.figures["b"]["tokens/s"].samples == 2
+    for row in rows[4:]:
+        row["invalid"] = ["late"]
+    (cell,) = summarize(rows, ["a", "b"]).cells
+    assert cell.ratios == {} and cell.figures["b"]["tokens/s"].samples == 2
+
+
 def test_what_is_resumed(tmp_path: Path) -> None:
-    """What is missing and failed; what is invalid with all that stands beside it, where servers are side by side."""
+    """What is missing, then what failed; what is invalid with all that stands beside it, where servers are side by side."""
     comparison = Comparison(load_config(None, []), tmp_path)
-    for make, expected in ((interleaved, [0, 1, 3, 6, 7]), (blocks, [1, 3, 6, 8, 9, 10, 11])):
+    for make, expected in ((interleaved, [0, 1, 3, 6, 7]), (blocks, [8, 9, 10, 11, 1, 3, 6])):
         steps = make(["a", "b"], [ONE, TWO], 2)
         comparison.rows = [made(step, 10.0) for step in steps[:8]]
         comparison.rows[1]["invalid"] = ["late"]
         comparison.rows[3] = failed_row(steps[3], TWO.shapes[0], "died")
         comparison.rows[6]["invalid"] = ["late"]
         assert [steps.index(step) for step in comparison._unmeasured(steps)] == expected
+
+
+def test_a_round_that_is_measured_anew_in_part_is_missing_for_the_rest(tmp_path: Path) -> None:
+    """A new row makes no pair with an old one."""
+    comparison = Comparison(load_config(None, []), tmp_path)
+    steps = interleaved(["a", "b", "c"], [ONE, TWO], 2)
+    comparison.rows = [made(step, 10.0) for step in steps]
+    comparison.rows[1]["invalid"] = ["late"]
+    apart = made(Step("d", ONE), 10.0)
+    comparison.rows.append(apart)
+    first, second, third = comparison._unmeasured(steps)
+    assert [first, second, third] == steps[:3]
+    comparison._add([made(first, 20.0)])
+    comparison._add([made(second, 20.0) | {"invalid": ["late"]}])
+    resumed = Comparison(load_config(None, []), tmp_path)
+    assert [row["target"] for row in resumed.rows] == [*"abc", *"cba", *"cba", "d", *"ab"]
+    assert apart in resumed.rows and len(resumed.wanted(steps[:3])) == 2
+    # What has no row comes first, though its round is measured anew once more; then the rest of the round is gone again.
+    assert resumed._unmeasured(steps) == [third, first, second]
+    resumed._add([made(third, 30.0)])
+    assert [row["target"] for row in resumed.wanted(steps[:3])] == ["c"]
+    resumed._add([made(first, 30.0)])
+    resumed._add([made(second, 30.0)])
+    assert resumed._unmeasured(steps) == []
+    assert {row["output_tokens_per_s"] for row in resumed.wanted(steps[:3])} == {30.0}
+
+
+@pytest.mark.parametrize(
+    ("content", "experts"),
+    [
+        ('{"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 128, "num_experts_per_tok": 8}', (128, 8)),
+        ('{"architectures": ["NewForCausalLM"], "n_routed_experts": 64, "num_experts_per_tok": 6}', (64, 6)),
+        ('{"num_experts": null, "num_local_experts": 8, "num_experts_per_tok": 2}', (8, 2)),
+        ('{"architectures": ["LlamaForCausalLM"]}', (0, 0)),
+        ('{"architectures": 5, "num_experts": "many", "num_experts_per_tok": 8}', (0, 0)),
+        ('{"num_experts": 4, "num_experts_per_tok": 8}', (0, 0)),
+        ("[]", (0, 0)),
+        ("{", (0, 0)),
+    ],
+)
+def test_the_experts_of_any_config_json(tmp_path: Path, content: str, experts: tuple[int, int]) -> None:
+    (tmp_path / "config.json").write_text(content)
+    assert Comparison(load_config(None, [f"model.path={tmp_path}"]), tmp_path)._experts == experts
+
+
+def test_comparing_needs_no_torch() -> None:
+    code = "import sys, baselines.compare; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_ratios_are_of_the_first_target_to_the_others() -> None:
