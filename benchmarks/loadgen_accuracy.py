@@ -47,7 +47,7 @@ HIDDEN = 3.0
 """So many times larger must a p90 be that shows a stall than one that hides it."""
 SPIN = "import os, sys; os.sched_setaffinity(0, {int(sys.argv[1])})\nwhile os.getppid() == int(sys.argv[2]): pass"
 """Ends with the process that started it, however that ends."""
-CLOSED = ("loadtest.concurrency=[4]",)
+CLOSED = ("loadtest.concurrency=[12]",)
 ONE_USER = ("loadtest.concurrency=[1]",)
 SHORT = "loadtest.workload.output_tokens=2"
 RATE = 20.0

@@ -114,12 +114,10 @@ class Streams:
 
     def _dispatch(self, schedule: Schedule, exhausted: Callable[[], None]) -> None:
         for request, due_ns in schedule:
-            if time.monotonic_ns() < due_ns:
-                _sleep_until(due_ns)
-            else:
-                # Those that are late must not keep the loop from all else.
-                gevent.sleep(0)
+            _sleep_until(due_ns)
             self._start(request, due_ns)
+            # It is sent before the next one is made, which takes a while for a long prompt; and where all are late, the loop does all else.
+            gevent.sleep(0)
         exhausted()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 
 import gevent  # type: ignore[import-untyped]
 import pytest
@@ -53,6 +54,23 @@ def test_no_request_is_sent_before_it_is_due() -> None:
     observations, _ = sent(AtOnce(), [now_ns + after for after in (0, 200_000, 1_500_000, 20_000_000)])
     assert len(observations) == 4
     assert all(one.sent_ns >= one.scheduled_ns for one in observations)
+
+
+def test_a_request_is_sent_before_the_next_one_is_made() -> None:
+    """To make one takes a while, where it has a long prompt."""
+    observations: list[Observation] = []
+    streams = Streams(AtOnce(), Workload(Config(), MODEL), lambda _, observation: observations.append(observation))
+    sent_before, exhausted, now_ns = [], Event(), time.monotonic_ns()
+
+    def schedule() -> Iterator[tuple[Request, int]]:
+        for number in range(5):
+            sent_before.append(len(observations))
+            yield Request(output_tokens=1), now_ns + number * 3_000_000
+
+    streams.dispatch(schedule(), exhausted.set)
+    assert exhausted.wait(10)
+    streams.drain(1.0)
+    assert sent_before == [0, 1, 2, 3, 4]
 
 
 def test_a_schedule_that_cannot_be_kept_leaves_the_loop_its_turns() -> None:
