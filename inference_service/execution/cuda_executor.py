@@ -196,7 +196,7 @@ class CudaExecutor:
     @property
     def fused_steps(self) -> int:
         fused = self._runner.model.operators.attention.fused
-        return fused.steps - self._fused_before if fused else 0
+        return sum(form.steps for form in fused.forms()) - self._fused_before if fused else 0
 
     # --- start ---
 

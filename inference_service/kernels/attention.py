@@ -77,8 +77,8 @@ class SplitPlan:
     decodes: int
     decode: Any
     prefill: Any
-    fused: Any = None
-    """The plan of what attends to all rows at once."""
+    fused: tuple[FusedAttention, Any] | None = None
+    """What attends to all rows at once, and its plan."""
 
 
 class FusedAttention:
@@ -88,8 +88,12 @@ class FusedAttention:
     """How many it has planned."""
 
     def forms(self) -> list[FusedAttention]:
-        """What launches: itself, unless it chooses among others."""
+        """What may launch: itself, unless it chooses among others."""
         return [self]
+
+    def choose(self, layout: StepLayout) -> FusedAttention | None:
+        """What attends to a step; None: decodes and chunks apart."""
+        return self if self.serves(layout) else None
 
     def serves(self, layout: StepLayout) -> bool:
         """Whether a step is one that it is made for."""
@@ -115,8 +119,8 @@ class SplitAttention:
         self.decode, self.prefill, self.fused = decode, prefill, fused
 
     def plan(self, layout: StepLayout, kv_P2HSD: Tensor, heads: int, spec: AttentionSpec = PLAIN) -> SplitPlan:
-        if self.fused and self.fused.serves(layout):
-            return SplitPlan(layout.decodes, None, None, self.fused.plan(layout, kv_P2HSD, heads, spec))
+        if self.fused and (form := self.fused.choose(layout)):
+            return SplitPlan(layout.decodes, None, None, (form, form.plan(layout, kv_P2HSD, heads, spec)))
         return SplitPlan(
             layout.decodes,
             self.decode.plan(layout, kv_P2HSD, heads, spec) if layout.decodes else None,
@@ -125,8 +129,9 @@ class SplitAttention:
 
     def __call__(self, q_THD: Tensor, kv_P2HSD: Tensor, plan: SplitPlan, sinks_H: Tensor | None = None) -> Tensor:
         """The output o_THD, contiguous."""
-        if self.fused and plan.fused is not None:
-            return self.fused(q_THD, kv_P2HSD, plan.fused, sinks_H)
+        if plan.fused is not None:
+            form, planned = plan.fused
+            return form(q_THD, kv_P2HSD, planned, sinks_H)
         o_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
         decodes = plan.decodes
         if plan.decode is not None:

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from math import log
-from typing import Any
 
 import msgspec
-from torch import Tensor
 
-from inference_service.kernels.attention import AttentionSpec, FusedAttention, StepLayout
+from inference_service.kernels.attention import FusedAttention, StepLayout
 
 FORMS = ("batch_pod", "pod")
 """The backends of `attention_mixed` that are chosen by measurement. BatchAttention is not: its plan waits for the device."""
@@ -79,7 +77,7 @@ class FormTable:
 
 
 class FusedByTable(FusedAttention):
-    """For each step the form that the table has for it; where that is split, it does not serve."""
+    """For each step the form that the table has for it; None where that is split."""
 
     def __init__(self, table: FormTable, forms: Mapping[str, FusedAttention]) -> None:
         self._table, self._forms = table, forms
@@ -87,21 +85,11 @@ class FusedByTable(FusedAttention):
     def forms(self) -> list[FusedAttention]:
         return list(self._forms.values())
 
-    def serves(self, layout: StepLayout) -> bool:
-        return super().serves(layout) and self._find(layout) is not None
-
-    def _find(self, layout: StepLayout) -> FusedAttention | None:
+    def choose(self, layout: StepLayout) -> FusedAttention | None:
+        if not self.serves(layout):
+            return None
         decodes, lengths = layout.decodes, layout.lengths[layout.decodes :]
         # A late chunk reads what is before it, too.
         before = [context for length, context in zip(lengths, layout.contexts[decodes:], strict=True) if context > length]
         faster = self._table.find(sum(lengths), decodes, max(sum(layout.contexts[:decodes]) / decodes, *before, 0))
         return next((self._forms[form] for form in faster if self._forms[form].serves(layout)), None)
-
-    def _plan(self, layout: StepLayout, kv_P2HSD: Tensor, heads: int, spec: AttentionSpec) -> tuple[FusedAttention, Any]:
-        form = self._find(layout)
-        assert form
-        return form, form.plan(layout, kv_P2HSD, heads, spec)
-
-    def __call__(self, q_THD: Tensor, kv_P2HSD: Tensor, plan: tuple[FusedAttention, Any], sinks_H: Tensor | None = None) -> Tensor:
-        form, planned = plan
-        return form(q_THD, kv_P2HSD, planned, sinks_H)

@@ -15,7 +15,7 @@ from inference_service.kernels.fp8 import BLOCK, BlockFp8
 GEMV_TOKENS = 2
 """Up to so many tokens the own product is faster (benchmarks/fp8.py)."""
 MOE_GEMV_TOKENS = 8
-"""Up to so many tokens it is faster to stream experts once a token."""
+"""Up to so many tokens experts are streamed once a token: a guess, which no benchmark has looked at apart."""
 MOE_OWN_TOKENS = 8
 """Up to so many tokens the own kernels are faster than CUTLASS."""
 
