@@ -22,7 +22,9 @@ import torch
 from torch import Tensor
 
 from inference_service.kernels.flashinfer_ops import TUNE_MAX_TOKENS
-from inference_service.kernels.flashinfer_paged import WORKSPACE_BYTES
+
+WORKSPACE_BYTES = 512 << 20
+"""For partial outputs of contexts that are split; batch POD has a half of it for decodes."""
 
 
 def _workspace(like: Tensor) -> Tensor:

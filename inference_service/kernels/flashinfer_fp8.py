@@ -1,5 +1,6 @@
-"""Weights in FP8 on a GPU: own Triton kernels for a few tokens, which leave activations as they are; for more of them FlashInfer's
-DeepGEMM, which rounds activations to FP8 with a scale for each 128 values of a token's.
+"""Weights in FP8 on a GPU: own Triton kernels for some tokens, FlashInfer's DeepGEMM for more.
+
+All round activations to FP8, with a scale for each 128 values of a token's, but for the kernels for one or two tokens.
 
 Shapes as in `fp8`.
 """
@@ -13,11 +14,11 @@ from torch import Tensor
 from inference_service.kernels.fp8 import BLOCK, BlockFp8
 
 GEMV_TOKENS = 2
-"""Up to so many tokens the own product is faster (benchmarks/fp8.py)."""
-MOE_GEMV_TOKENS = 8
-"""Up to so many tokens experts are streamed once a token: a guess, which no benchmark has looked at apart."""
-MOE_OWN_TOKENS = 8
-"""Up to so many tokens the own kernels are faster than CUTLASS."""
+"""Up to so many tokens a weight is streamed once a token (benchmarks/fp8.py)."""
+OWN_TOKENS = 32
+"""Up to so many tokens the own product is faster than DeepGEMM."""
+MOE_OWN_PAIRS = 1024
+"""Up to so many pairs of a token and an expert the own kernels are faster than CUTLASS."""
 
 
 class DeepGemmFp8:
@@ -32,26 +33,29 @@ class DeepGemmFp8:
         return self._ops.fp8_block_gemm(x_TK, weight.values, weight.scales)
 
 
-class GemvFp8:
-    """The own Triton kernel, which streams the weight once a token: for a few tokens."""
+class TritonFp8Gemm:
+    """The own Triton kernels."""
 
     def __init__(self) -> None:
-        from inference_service.kernels import triton_fp8
+        from inference_service.kernels import triton_fp8, triton_fp8_gemm
 
-        self._kernels = triton_fp8
+        self._gemv: Any = triton_fp8.gemv_fp8
+        self._split: Any = triton_fp8_gemm.gemm_fp8_split
 
     def __call__(self, x_TK: Tensor, weight: BlockFp8) -> Tensor:
-        return self._kernels.gemv_fp8(x_TK.contiguous(), weight.values, weight.scales)
+        product = self._gemv if len(x_TK) <= GEMV_TOKENS else self._split
+        y_TN: Tensor = product(x_TK.contiguous(), weight.values, weight.scales)
+        return y_TN
 
 
-class GemvOrDeepGemmFp8:
+class TritonOrDeepGemmFp8:
     """The one or the other by the number of tokens, which the host knows."""
 
     def __init__(self) -> None:
-        self._few, self._many = GemvFp8(), DeepGemmFp8()
+        self._few, self._many = TritonFp8Gemm(), DeepGemmFp8()
 
     def __call__(self, x_TK: Tensor, weight: BlockFp8) -> Tensor:
-        return self._few(x_TK, weight) if len(x_TK) <= GEMV_TOKENS else self._many(x_TK, weight)
+        return self._few(x_TK, weight) if len(x_TK) <= OWN_TOKENS else self._many(x_TK, weight)
 
 
 class CutlassFp8Moe:
@@ -71,7 +75,7 @@ class CutlassFp8Moe:
 
 
 class TritonFp8Moe:
-    """The own Triton kernels: for a few tokens those that stream each chosen expert once a token, else those that do so once for all."""
+    """The own Triton kernels: for one or two tokens those that stream each chosen expert once a token, else once for all."""
 
     halves = ("up", "gate")
 
@@ -82,13 +86,13 @@ class TritonFp8Moe:
         self._grouped: Any = triton_grouped_fp8.moe_grouped_fp8
 
     def __call__(self, x_TC: Tensor, gate_up: BlockFp8, down: BlockFp8, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        kernels = self._gemv if len(x_TC) <= MOE_GEMV_TOKENS or x_TC.shape[1] % BLOCK else self._grouped
+        kernels = self._gemv if len(x_TC) <= GEMV_TOKENS or x_TC.shape[1] % BLOCK else self._grouped
         y_TC: Tensor = kernels(x_TC, gate_up.values, gate_up.scales, down.values, down.scales, ids_TK, weights_TK, up_first=True)
         return y_TC
 
 
 class TritonOrCutlassFp8Moe:
-    """The one or the other by the number of tokens."""
+    """The one or the other by the number of pairs of a token and an expert."""
 
     halves = ("up", "gate")
 
@@ -96,5 +100,5 @@ class TritonOrCutlassFp8Moe:
         self._few, self._many = TritonFp8Moe(), CutlassFp8Moe()
 
     def __call__(self, x_TC: Tensor, gate_up: BlockFp8, down: BlockFp8, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        moe = self._few if len(x_TC) <= MOE_OWN_TOKENS else self._many
+        moe = self._few if ids_TK.numel() <= MOE_OWN_PAIRS else self._many
         return moe(x_TC, gate_up, down, ids_TK, weights_TK)

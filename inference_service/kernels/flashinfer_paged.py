@@ -15,8 +15,8 @@ from torch import Tensor
 
 from inference_service.kernels.attention import PLAIN, AttentionSpec, StepLayout
 
-WORKSPACE_BYTES = 256 << 20
-"""For partial outputs of contexts that are split: at most 2 tiles of 128 rows a multiprocessor and query head of a group, in float32."""
+LATENT_WORKSPACE_BYTES = 256 << 20
+"""For partial outputs of attention to latents."""
 IN_FLIGHT = 2
 """Steps whose plans may exist at once: one runs while the next is planned."""
 
@@ -43,14 +43,16 @@ class WrapperRing:
     def __init__(self, make: Callable[[Tensor], int]) -> None:
         """`make` gives a wrapper that has a workspace."""
         self._make = make
-        self._rings: dict[AttentionSpec, deque[tuple[int, torch.cuda.Event]]] = {}
+        self._rings: dict[tuple[AttentionSpec, int], deque[tuple[int, torch.cuda.Event]]] = {}
 
-    def next(self, device: torch.device, spec: AttentionSpec) -> tuple[int, torch.cuda.Event]:
+    def next(
+        self, device: torch.device, spec: AttentionSpec, workspace_bytes: int = LATENT_WORKSPACE_BYTES
+    ) -> tuple[int, torch.cuda.Event]:
         """A wrapper whose plan is no longer needed, and the event to record once a plan's copy is queued."""
-        if spec not in self._rings:
-            wrappers = [self._make(shared_workspace(device)) for _ in range(IN_FLIGHT)]
-            self._rings[spec] = deque((wrapper, torch.cuda.Event()) for wrapper in wrappers)  # type: ignore[no-untyped-call]
-        ring = self._rings[spec]
+        if (spec, workspace_bytes) not in self._rings:
+            wrappers = [self._make(shared_workspace(device, workspace_bytes)) for _ in range(IN_FLIGHT)]
+            self._rings[spec, workspace_bytes] = deque((wrapper, torch.cuda.Event()) for wrapper in wrappers)  # type: ignore[no-untyped-call]
+        ring = self._rings[spec, workspace_bytes]
         ring.rotate()
         ring[0][1].synchronize()
         return ring[0]
@@ -76,7 +78,7 @@ class PagedAttention:
         rows = self._rows(layout)
         lengths, contexts = layout.lengths[rows], layout.contexts[rows]
         pages = [-(-context // page_size) for context in contexts]
-        wrapper, copied = self._ring.next(device, spec)
+        wrapper, copied = self._ring.next(device, spec, split_bytes(kv_P2HSD, heads))
         self._ops.plan_paged(
             wrapper,
             pinned([0, *accumulate(lengths)], device),
@@ -121,7 +123,16 @@ class Fa3Prefill(Fa2Prefill):
     backend = "fa3"
 
 
+def split_bytes(kv_P2HSD: Tensor, heads: int) -> int:
+    """What FA2 needs for partial outputs and their sums where contexts are split: 2 tiles of 128 rows a multiprocessor and query head of a
+    group, in float32. At least 16 MiB, which other kernels take as enough."""
+    device, kv_heads, head_dim = kv_P2HSD.device, kv_P2HSD.shape[2], kv_P2HSD.shape[4]
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    tiles = 2 * multiprocessors * -(-heads // kv_heads)
+    return max(16 << 20, tiles * 128 * (head_dim + 1) * 4 + 1024)
+
+
 @cache
-def shared_workspace(device: torch.device) -> Tensor:
-    """Shared by all, since their kernels run one after the other."""
-    return torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+def shared_workspace(device: torch.device, size: int = LATENT_WORKSPACE_BYTES) -> Tensor:
+    """Of so many bytes; shared by all, since their kernels run one after the other."""
+    return torch.empty(size, dtype=torch.uint8, device=device)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from inference_service.kernels.attention import AttentionSpec, FusedAttention, StepLayout
-from inference_service.kernels.flashinfer_paged import WrapperRing, flat_pages, pinned
+from inference_service.kernels.flashinfer_paged import WrapperRing, flat_pages, pinned, split_bytes
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,8 @@ class BatchPod(FusedAttention):
         page_size = kv_P2HSD.shape[3]
         decodes = describe_rows(layout, slice(0, layout.decodes), page_size)
         chunks = describe_rows(layout, slice(layout.decodes, None), page_size)
-        wrapper, copied = self._ring.next(kv_P2HSD.device, spec)
+        # FlashInfer halves it, for the chunks and for the decodes.
+        wrapper, copied = self._ring.next(kv_P2HSD.device, spec, 2 * split_bytes(kv_P2HSD, heads))
         self._ops.plan_batch_pod(wrapper, chunks, decodes, heads, kv_P2HSD, spec)
         copied.record()
         return FusedPlan(layout.decodes, wrapper, spec.scale_for(kv_P2HSD.shape[4]))
@@ -87,7 +88,7 @@ class Pod(FusedAttention):
 
     def _plan(self, layout: StepLayout, kv_P2HSD: Tensor, heads: int, spec: AttentionSpec) -> FusedPlan:
         page_size, decodes = kv_P2HSD.shape[3], layout.decodes
-        wrapper, copied = self._ring.next(kv_P2HSD.device, spec)
+        wrapper, copied = self._ring.next(kv_P2HSD.device, spec, split_bytes(kv_P2HSD, heads))
         self._ops.plan_pod(wrapper, describe_rows(layout, slice(0, decodes), page_size), heads, kv_P2HSD, spec)
         copied.record()
         context = layout.contexts[decodes]

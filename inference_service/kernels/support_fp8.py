@@ -24,7 +24,7 @@ FP8_ROWS: tuple[Row, ...] = (
     Row(
         "gemm_fp8",
         "triton+deepgemm",
-        flashinfer_fp8.GemvOrDeepGemmFp8,
+        flashinfer_fp8.TritonOrDeepGemmFp8,
         architectures=HOPPER,
         dtypes=BFLOAT16,
         elsewhere=NO_DEEP_GEMM,
@@ -42,7 +42,7 @@ FP8_ROWS: tuple[Row, ...] = (
         requires=DEEP_GEMM,
     ),
     Row("gemm_fp8", DEQUANTIZED, fp8.dequantized),
-    Row("gemm_fp8", "triton", flashinfer_fp8.GemvFp8, architectures=TRITON_FP8, elsewhere=NO_E4M3, requires=TRITON),
+    Row("gemm_fp8", "triton", flashinfer_fp8.TritonFp8Gemm, architectures=TRITON_FP8, elsewhere=NO_E4M3, requires=TRITON),
     Row("gemm_fp8", "torch", fp8.TorchFp8Gemm),
     Row(
         "moe_fp8",

@@ -1,7 +1,8 @@
 """Experts with weights in FP8 for some dozens of tokens, in Triton: each chosen expert is streamed once for all tokens that chose it.
 
 Nothing is sorted: a program is an expert and some of its rows, and finds among all pairs of a token and an expert those of its own, 16 at a
-time. Weights are converted in registers, and a block's scale is applied to its sum; activations are not rounded.
+time. Activations are rounded before each product, which the tensor cores then do in FP8: the weight's rows stand where Hopper's instruction
+has 64, the tokens where it has as few as 16, so that weights go from shared memory into it without a conversion.
 Shapes: T tokens, C hidden size, E experts, K experts a token, I an expert's intermediate size, A = T K pairs.
 """
 
@@ -14,10 +15,13 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from inference_service.kernels.custom_op import custom_op
+from inference_service.kernels.triton_fp8_round import round_tokens
 from inference_service.kernels.triton_launch import dependent_launch, divisor
 
-MOST_PAIRS = 512
-"""That a launch takes: a program has them all in registers."""
+PAIR_CLASSES = (64, 256, 1024)
+"""That a program may have in registers: a kernel is compiled for each, and a launch takes at most the last."""
+FEW_TOKENS = 2
+"""Of an expert, on average."""
 
 
 @triton.jit
@@ -29,19 +33,10 @@ def _ranks(ids_A, expert, pairs, PAIRS: tl.constexpr):
     return tl.where(mine, rank, -1), tl.sum(mine.to(tl.int32), 0)
 
 
-@triton.jit
-def _product(inputs, weight, scales, exists, SIZE: tl.constexpr):
-    """Of 16 rows of inputs with rows of a weight, all of one block of rows, both given by pointers to their first 128 columns."""
-    total = tl.dot(tl.load(inputs, mask=exists, other=0.0), tl.trans(tl.load(weight).to(inputs.dtype.element_ty))) * tl.load(scales)
-    for block in range(1, SIZE // 128):
-        part = tl.load(inputs + block * 128, mask=exists, other=0.0)
-        total += tl.dot(part, tl.trans(tl.load(weight + block * 128).to(part.dtype))) * tl.load(scales + block)
-    return total
-
-
 @triton.jit(do_not_specialize=["pairs"])
 def _gate_up(
     x_TC,
+    x_scales,
     gate_up_E2IC,
     scales,
     ids_A,
@@ -53,6 +48,7 @@ def _gate_up(
     K: tl.constexpr,
     UP_FIRST: tl.constexpr,
     ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """h = silu(gate(x)) * up(x) of ROWS values of all pairs of one expert."""
@@ -64,25 +60,34 @@ def _gate_up(
     start = tl.program_id(0) * ROWS
     rows = start + tl.arange(0, ROWS)
     columns = tl.arange(0, 128)[None, :]
-    first_weight = gate_up_E2IC + expert * (2 * I * C) + rows[:, None] * C + columns
-    first_scales = scales + (expert * (2 * I // 128) + start // 128) * (C // 128)
-    for begin in range(0, count, 16):
-        place = begin + tl.arange(0, 16)
+    weight = gate_up_E2IC + expert * (2 * I * C) + rows[:, None] * C + columns
+    row_scales = scales + (expert * (2 * I // 128) + start // 128) * (C // 128)
+    second_scales = row_scales + I // 128 * (C // 128)
+    for begin in range(0, count, TOKENS):
+        place = begin + tl.arange(0, TOKENS)
         pair = tl.sum(tl.where(ranks[None, :] == place[:, None], tl.arange(0, PAIRS)[None, :], 0), 1)
         exists = (place < count)[:, None]
         inputs = x_TC + (pair // K).to(tl.int64)[:, None] * C + columns
-        first = _product(inputs, first_weight, first_scales, exists, C)
-        second = _product(inputs, first_weight + I * C, first_scales + I // 128 * (C // 128), exists, C)
+        first = tl.zeros([ROWS, TOKENS], tl.float32)
+        second = tl.zeros([ROWS, TOKENS], tl.float32)
+        for block in range(C // 128):
+            first_scale, second_scale = tl.load(row_scales + block), tl.load(second_scales + block)
+            x = tl.trans(tl.load(inputs + block * 128, mask=exists, other=0.0))
+            scales_R = tl.load(x_scales + (pair // K) * (C // 128) + block)
+            first += tl.dot(tl.load(weight + block * 128), x) * (first_scale * scales_R)[None, :]
+            second += tl.dot(tl.load(weight + I * C + block * 128), x) * (second_scale * scales_R)[None, :]
         if UP_FIRST:
             up, gate = first, second
         else:
             gate, up = first, second
-        tl.store(h_AI + pair.to(tl.int64)[:, None] * I + rows[None, :], gate / (1 + tl.exp(-gate)) * up, mask=exists)
+        h = gate / (1 + tl.exp(-gate)) * up
+        tl.store(h_AI + pair.to(tl.int64)[:, None] * I + rows[None, :], tl.trans(h), mask=exists)
 
 
 @triton.jit(do_not_specialize=["pairs"])
 def _down(
     h_AI,
+    h_scales,
     down_ECI,
     scales,
     ids_A,
@@ -93,6 +98,7 @@ def _down(
     C: tl.constexpr,
     I: tl.constexpr,  # noqa: E741
     ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """ROWS weighted outputs of all pairs of one expert."""
@@ -106,13 +112,19 @@ def _down(
     columns = tl.arange(0, 128)[None, :]
     weight = down_ECI + expert * (C * I) + rows[:, None] * I + columns
     row_scales = scales + (expert * (C // 128) + start // 128) * (I // 128)
-    for begin in range(0, count, 16):
-        place = begin + tl.arange(0, 16)
+    for begin in range(0, count, TOKENS):
+        place = begin + tl.arange(0, TOKENS)
         pair = tl.sum(tl.where(ranks[None, :] == place[:, None], tl.arange(0, PAIRS)[None, :], 0), 1)
         exists = (place < count)[:, None]
-        y = _product(h_AI + pair.to(tl.int64)[:, None] * I + columns, weight, row_scales, exists, I)
-        y *= tl.load(weights_A + pair)[:, None]
-        tl.store(y_AC + pair.to(tl.int64)[:, None] * C + rows[None, :], y, mask=exists)
+        inputs = h_AI + pair.to(tl.int64)[:, None] * I + columns
+        y = tl.zeros([ROWS, TOKENS], tl.float32)
+        for block in range(I // 128):
+            scale = tl.load(row_scales + block)
+            h = tl.trans(tl.load(inputs + block * 128, mask=exists, other=0.0))
+            scales_R = tl.load(h_scales + pair * (I // 128) + block)
+            y += tl.dot(tl.load(weight + block * 128), h) * (scale * scales_R)[None, :]
+        y *= tl.load(weights_A + pair)[None, :]
+        tl.store(y_AC + pair.to(tl.int64)[:, None] * C + rows[None, :], tl.trans(y), mask=exists)
 
 
 @triton.jit
@@ -139,21 +151,18 @@ def moe_grouped_fp8(
     ids_TK: Tensor,
     weights_TK: Tensor,
     up_first: bool,
-    rows: int = 64,
-    warps: int = 4,
-    stages: int = 4,
 ) -> Tensor:
-    """The experts' weighted sum y_TC, of x's dtype; sums are float32, and what is between the products is of x's dtype. `up_first`: up
-    stands before gate in gate_up_E2IC.
+    """The experts' weighted sum y_TC, of x's dtype; sums are float32, and what is between the products is of x's dtype, then rounded as x
+    is. `up_first`: up stands before gate in gate_up_E2IC.
 
     All tensors are contiguous, C and I multiples of 128; sums have one order.
     """
     y_TC = torch.empty_like(x_TC)
-    most = max(MOST_PAIRS // ids_TK.shape[1], 1)
+    most = max(PAIR_CLASSES[-1] // ids_TK.shape[1], 1)
     for first in range(0, len(x_TC), most):
         part = slice(first, first + most)
         experts = gate_up_E2IC, gate_up_scales, down_ECI, down_scales
-        _launch(x_TC[part], *experts, ids_TK[part], weights_TK[part], y_TC[part], up_first, rows, warps, stages)
+        _launch(x_TC[part], *experts, ids_TK[part], weights_TK[part], y_TC[part], up_first)
     return y_TC
 
 
@@ -167,24 +176,18 @@ def _launch(
     weights_TK: Tensor,
     y_TC: Tensor,
     up_first: bool,
-    rows: int,
-    warps: int,
-    stages: int,
 ) -> None:
     (tokens, hidden), (experts, _, size), top_k = x_TC.shape, down_ECI.shape, ids_TK.shape[1]
     pairs, device = tokens * top_k, x_TC.device
     h_AI = torch.empty(pairs, size, dtype=x_TC.dtype, device=device)
     y_AC = torch.empty(pairs, hidden, dtype=torch.float32, device=device)
-    common = {
-        "PAIRS": max(16, triton.next_power_of_2(pairs)),
-        "C": hidden,
-        "I": size,
-        "ROWS": rows,
-        "num_warps": warps,
-        "num_stages": stages,
-    }
-    common |= dependent_launch(device)
-    _gate_up[(size // rows, experts)](x_TC, gate_up_E2IC, gate_up_scales, ids_TK, h_AI, pairs, K=top_k, UP_FIRST=up_first, **common)
-    _down[(hidden // rows, experts)](h_AI, down_ECI, down_scales, ids_TK, weights_TK, y_AC, pairs, **common)
+    room = next(each for each in PAIR_CLASSES if pairs <= each)
+    # Where experts have more tokens, longer tiles: their activations are then read less often.
+    rows, warps, stages = (64, 4, 4) if room <= FEW_TOKENS * experts else (128, 8, 3)
+    common = {"PAIRS": room, "C": hidden, "I": size, "ROWS": rows, "TOKENS": 16}
+    common |= {"num_warps": warps, "num_stages": stages, **dependent_launch(device)}
+    grid = size // rows, experts
+    _gate_up[grid](*round_tokens(x_TC), gate_up_E2IC, gate_up_scales, ids_TK, h_AI, pairs, K=top_k, UP_FIRST=up_first, **common)
+    _down[(hidden // rows, experts)](*round_tokens(h_AI), down_ECI, down_scales, ids_TK, weights_TK, y_AC, pairs, **common)
     block = divisor(hidden, 1024)
     _sum[(tokens, hidden // block)](y_AC, y_TC, C=hidden, K=top_k, BLOCK=block, num_warps=4, **dependent_launch(device))

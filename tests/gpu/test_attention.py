@@ -104,6 +104,17 @@ def test_prefill(name: str, shape: Shape, chunks: list[tuple[int, int]]) -> None
     assert_near(run(backend("attention_prefill", name), q, kv, layout), reference(q, kv, layout))
 
 
+@pytest.mark.parametrize("heads", [32, 64])
+def test_workspace_is_enough_however_contexts_are_split(heads: int) -> None:
+    """Tiles times parts of a context are at most two a multiprocessor and KV head; some of these lengths come near."""
+    shape, attention = replace(QWEN, heads=heads), backend("attention_prefill", "fa2")
+    kv = make_cache(shape)
+    for length in range(16, 545, 24):
+        layout = make_layout(shape, [], [(length, 4096)])
+        q = make_query(layout, shape)
+        assert_near(run(attention, q, kv, layout), reference(q, kv, layout))
+
+
 @pytest.mark.parametrize("prefill", ["fa2", "fa3", "fmha_v2"])
 @pytest.mark.parametrize("decode", ["triton", "xqa", "fa2"])
 def test_a_mixed_step(decode: str, prefill: str) -> None:

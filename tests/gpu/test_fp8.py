@@ -19,6 +19,7 @@ from inference_service.engine.step import Row, StepPlan
 from inference_service.execution.cuda_executor import CudaExecutor
 from inference_service.execution.executor import build_executor
 from inference_service.kernels import support
+from inference_service.kernels.flashinfer_fp8 import GEMV_TOKENS
 from inference_service.kernels.fp8 import E4M3, BlockFp8, as_bytes, quantize
 from inference_service.kernels.routing import TritonRouting
 from inference_service.models.fp8 import SCALES, in_fp8
@@ -31,7 +32,6 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_
 
 ROUNDED, EXACT = 4e-2, 1e-2
 """The largest relative error: where activations are rounded to FP8 (3e-2 is usual), and where they are not."""
-ERRORS = {"triton": EXACT, "triton+deepgemm": ROUNDED, "deepgemm": ROUNDED, "triton+cutlass": ROUNDED, "cutlass": ROUNDED}
 PRODUCTS = {"qkv": (5120, 2048), "latents": (3648, 2048), "down": (2048, 11008), "small": (128, 256)}
 EXPERTS = {"qwen3-30b-a3b": (128, 768, 2048, 8), "moonlight": (64, 1408, 2048, 6)}
 
@@ -53,16 +53,20 @@ def error(out: Tensor, expected: Tensor) -> float:
     return float((out.float() - expected).norm() / expected.norm())
 
 
+def allowed(name: str, tokens: int) -> float:
+    return EXACT if name.startswith("triton") and tokens <= GEMV_TOKENS else ROUNDED
+
+
 @pytest.mark.parametrize("name", ["triton", "deepgemm", "triton+deepgemm"])
 @pytest.mark.parametrize("shape", PRODUCTS)
-@pytest.mark.parametrize("tokens", [1, 4, 9, 100, 1111])
+@pytest.mark.parametrize("tokens", [1, 2, 3, 9, 32, 33, 100, 1111])
 def test_product(name: str, shape: str, tokens: int) -> None:
     gemm, matrix = backend("gemm_fp8", name), random_fp8(*PRODUCTS[shape])
     x = torch.randn(tokens, PRODUCTS[shape][1], device="cuda", dtype=torch.bfloat16)
     torch.full((tokens, PRODUCTS[shape][0]), float("nan"), device="cuda", dtype=torch.bfloat16)
     y, expected = gemm(x, matrix), F.linear(x.float(), matrix.dequantize(torch.float32))
     print(f"{name} {shape} {tokens}: relative error {error(y, expected):.2e}")
-    assert y.dtype == x.dtype and error(y, expected) < ERRORS[name]
+    assert y.dtype == x.dtype and error(y, expected) < allowed(name, tokens)
 
 
 def reference(x: Tensor, gate_up: BlockFp8, down: BlockFp8, ids: Tensor, scales: Tensor) -> Tensor:
@@ -80,13 +84,13 @@ def reference(x: Tensor, gate_up: BlockFp8, down: BlockFp8, ids: Tensor, scales:
 def test_experts(name: str, shape: str) -> None:
     moe, (experts, size, hidden, top_k) = backend("moe_fp8", name), EXPERTS[shape]
     gate_up, down = random_fp8(experts, 2 * size, hidden), random_fp8(experts, hidden, size)
-    for tokens in (1, 8, 9, 33, 1111):
+    for tokens in (1, 2, 3, 9, 33, 128, 171, 1111):
         x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16)
         ids, scales = TritonRouting()(torch.randn(tokens, experts, device="cuda"), top_k, True)
         torch.full(x.shape, float("nan"), device="cuda", dtype=torch.bfloat16)
         y, expected = moe(x, gate_up, down, ids, scales), reference(x, gate_up, down, ids, scales)
         print(f"{name} {shape} {tokens}: relative error {error(y, expected):.2e}")
-        assert y.dtype == x.dtype and error(y, expected) < 1.5 * ERRORS[name], tokens
+        assert y.dtype == x.dtype and error(y, expected) < 1.5 * allowed(name, tokens), tokens
 
 
 @pytest.mark.parametrize("name", ["triton+cutlass", "cutlass"])

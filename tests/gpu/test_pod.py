@@ -48,6 +48,15 @@ def test_a_mixed_step(name: str, step: tuple[list[int], list[tuple[int, int]]]) 
         assert fused.steps == (0 if name == "pod" and step[1] not in ([(40, 40)], [(700, 700)]) else count)
 
 
+def test_workspace_is_enough_however_contexts_are_split() -> None:
+    """Batch POD halves it, for chunks and for decodes."""
+    fused, kv = backend("attention_mixed", "batch_pod"), make_cache(QWEN)
+    for length in range(16, 545, 24):
+        layout = make_layout(QWEN, [4096, 7], [(length, 4096)])
+        q = make_query(layout, QWEN)
+        assert_near(fused(q, kv, fused.plan(layout, kv, QWEN.heads)), reference(q, kv, layout))
+
+
 @pytest.mark.parametrize("name", ["pod", "batch_pod"])
 def test_launches_on_a_side_stream_while_the_device_lags(name: str) -> None:
     """What counts POD's blocks is cleared by FlashInfer on the default stream, which nothing else would order with this one."""

@@ -32,6 +32,9 @@ def launches(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Itera
         yield "moe_gemv", (random(2, hidden), random(3, 2 * size, hidden), random(3, hidden, size), ids, weights, hidden == 100)
     for outputs, inputs in ((64, 256), (192, 384)):
         yield "gemv_fp8", (random(2, inputs), random(outputs, inputs, of=E4M3), random(blocks(outputs), inputs // BLOCK, of=torch.float32))
+    for tokens, outputs, inputs, splits in ((3, 192, 640, 8), (67, 64, 256, 1)):
+        matrix = random(outputs, inputs, of=E4M3), random(blocks(outputs), inputs // BLOCK, of=torch.float32)
+        yield "gemm_fp8_split", (random(tokens, inputs), *matrix, splits)
     for hidden, size in ((100, 128), (128, 256)):
         ids, weights = ints(2, 0, 1, 2).view(2, 2), random(2, 2, of=torch.float32)
         gate_up, down = random(3, 2 * size, hidden, of=E4M3), random(3, hidden, size, of=E4M3)

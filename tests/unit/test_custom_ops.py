@@ -18,6 +18,7 @@ def import_own() -> None:
     """What registers the operators of the own kernels."""
     from inference_service.kernels import (  # noqa: F401
         triton_fp8,
+        triton_fp8_gemm,
         triton_gemm,
         triton_grouped_fp8,
         triton_grouped_routing,
@@ -48,7 +49,8 @@ def test_own_operators_do_what_they_declare() -> None:
         if name not in seen:
             check(name, arguments)
         seen.add(name)
-    latent, fp8 = {"route_grouped", "route_input", "mla_attend", "mla_append"}, {"gemv_fp8", "moe_gemv_fp8", "moe_grouped_fp8"}
+    latent = {"route_grouped", "route_input", "mla_attend", "mla_append"}
+    fp8 = {"gemv_fp8", "gemm_fp8_split", "moe_gemv_fp8", "moe_grouped_fp8"}
     assert seen == latent | fp8 | {"gemv", "route", "moe_gemv", "append", "attend", "greedy", "draw"}
 
 

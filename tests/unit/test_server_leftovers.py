@@ -18,7 +18,7 @@ def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     script = tmp_path / "nvidia-smi"
     used = tmp_path / "used"
     used.write_text("20480\n")
-    script.write_text(f'#!/bin/sh\ncase "$1" in *apps*) echo "{os.getpid()}, 12288";; *) cat {used};; esac\n')
+    script.write_text(f'#!/bin/sh\ncase "$*" in *apps*) echo "{os.getpid()}, 12288";; *"-i 1"*) echo 512;; *) cat {used};; esac\n')
     script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(processes, "_LET_GO_S", 0.2)
@@ -50,6 +50,11 @@ def test_peak_memory_is_that_of_the_servers_own_processes(gpu: Path) -> None:
     with PeakMemory(None) as unknown:
         pass
     assert unknown.peak_gib == 20
+
+
+def test_memory_is_that_of_the_gpus_that_are_visible(gpu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert used_gpu_gib() == 0.5
 
 
 def test_without_a_gpu_it_is_resident_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
