@@ -44,7 +44,7 @@ class Grid:
     """Decode rows that share their contexts' beginning."""
     few_tokens: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 128, 256)
     """Of products and experts in steps of decodes."""
-    fp8_tokens: tuple[int, ...] = (1, 32, 256, 2048, 8192)
+    fp8_tokens: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256, 2048, 8192)
     """Of products in FP8: for each DeepGEMM compiles some seconds."""
     prefills: tuple[int, ...] = (512, 2048, 8192)
     prefill_batches: tuple[int, ...] = (1, 4)

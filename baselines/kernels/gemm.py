@@ -17,11 +17,14 @@ from torch import Tensor
 from baselines.kernels.case import FP8_TOLERANCE, TENSORRT_LLM, Backend, Bench, Call, Case, Operator, Work, absent
 from baselines.kernels.fp8 import E4M3, to_blocks, to_tensor
 from inference_service.kernels import support
+from inference_service.kernels.flashinfer_fp8 import TritonFp8Gemm
+from inference_service.kernels.fp8 import BlockFp8
 from inference_service.kernels.small_gemm import TINY_TOKENS
 from inference_service.kernels.support_row import FLASHINFER, GPUS, HALVES, NO_HALF, NO_TRITON, TRITON, Row
 
 GEMV_TOKENS = 8
 """Beyond so many tokens the own matrix-vector kernel is not run."""
+OWN_FP8_TOKENS = 256
 FP8_GPUS = frozenset({"sm_89", "sm_90", "sm_100", "sm_103", "sm_110", "sm_120", "sm_121"})
 BLACKWELL_ONLY = "FlashInfer's group-wise and block-scaled FP8 products by CUTLASS are for sm_100 and newer"
 
@@ -132,7 +135,9 @@ class Fp8Gemm(Gemm):
         block = replace(block, elsewhere="Hopper's block-scaled FP8 products are for sm_90", otherwise="its inputs are bfloat16")
         scaled = Row(self.name, "cublas", ScaledGemm, FP8_GPUS, HALVES, "GPUs multiply FP8 from sm_89 up", NO_HALF)
         elsewhere = Row(self.name, "cutlass", absent, frozenset(), HALVES, BLACKWELL_ONLY)
+        own = replace(next(row for row in support.rows(self.name) if row.backend == "triton"), make=OwnBlockGemm)
         return [
+            Backend(own, packed, up_to(OWN_FP8_TOKENS), tolerance=FP8_TOLERANCE, note="blocks of 128 x 128; inputs are quantized within"),
             Backend(scaled, self._scaled, tolerance=FP8_TOLERANCE, note="one scale a tensor; inputs are in FP8 already"),
             Backend(block, packed, tolerance=FP8_TOLERANCE, note="blocks of 128 x 128; inputs are quantized within"),
             Backend(replace(block, backend="tensorrt-llm", make=TrtllmBlockGemm, requires=TENSORRT_LLM), packed, tolerance=FP8_TOLERANCE),
@@ -165,6 +170,19 @@ class TrtllmBlockGemm:
         quantized_TK, scales = self._ops.fp8_quantize_1x128(x_TK)
         y_TN: Tensor = self._ops.fp8_block_scaling_gemm(quantized_TK, packed[0], scales, packed[1])
         return y_TN
+
+
+class OwnBlockGemm:
+    """The own kernels for weights in FP8 blocks."""
+
+    def __init__(self) -> None:
+        self._call = TritonFp8Gemm()
+
+    def pack(self, weight_NK: Tensor) -> BlockFp8:
+        return BlockFp8(*to_blocks(weight_NK))
+
+    def __call__(self, x_TK: Tensor, packed: BlockFp8, bias_N: None) -> Tensor:
+        return self._call(x_TK, packed)
 
 
 class BlockGemm:

@@ -19,10 +19,14 @@ from baselines.kernels.fp8 import to_blocks
 from inference_service.execution.tuning import describe, load_tuning
 from inference_service.kernels import support
 from inference_service.kernels.expert_tactics import Pair, expert_tactics
+from inference_service.kernels.flashinfer_fp8 import TritonFp8Moe
+from inference_service.kernels.fp8 import BlockFp8
 from inference_service.kernels.support_row import FLASHINFER, GPUS, HALVES, NO_HALF, Row
 
 GEMV_TOKENS = 32
 """Beyond so many tokens the kernels that read an expert once a token are not run."""
+OWN_FP8_TOKENS = 128
+"""Likewise of those that have all pairs of a token and an expert in registers."""
 GEN = "FlashInfer has it for sm_100 and sm_103"
 BLOCK_ONLY = "FlashInfer's block-scaled FP8 experts of CUTLASS are for sm_90"
 
@@ -106,7 +110,7 @@ class Moe(Operator):
         ]
 
     def _prepare(self, made: Any, copies: list[Experts], bench: Bench) -> list[Call]:
-        layout = f"{type(made).__name__} {made.halves}" if isinstance(made, Fp8Moe) else str(made.halves)
+        layout = f"{type(made).__name__} {made.halves}" if isinstance(made, Fp8Moe | OwnFp8Moe) else str(made.halves)
         if layout not in self._packed:
             first = copies[0]
             gate, up = first.gate_up_E2IC.chunk(2, dim=1)
@@ -157,7 +161,9 @@ class Fp8Experts(Moe):
     def backends(self) -> list[Backend]:
         row = Row(self.name, "cutlass", Fp8Moe, frozenset({"sm_90"}), HALVES, BLOCK_ONLY, NO_HALF, requires=FLASHINFER)
         elsewhere = Row(self.name, "trtllm-gen", absent, frozenset(), HALVES, GEN)
+        own = replace(next(row for row in support.rows(self.name) if row.backend == "triton"), make=OwnFp8Moe)
         return [
+            Backend(own, self._prepare, _one_launch, FP8_TOLERANCE, note="blocks of 128 x 128; inputs are quantized within"),
             Backend(row, self._prepare_untuned, tolerance=FP8_TOLERANCE, note="blocks of 128 x 128; inputs are quantized within"),
             Backend(elsewhere, self._prepare),
         ]
@@ -173,6 +179,17 @@ def _with_tactics(tactics: dict[int, Pair], call: Call) -> Call:
 
 def _few(case: Case) -> str:
     return "" if case.sizes["tokens"] <= GEMV_TOKENS else f"reads an expert once a token; not run beyond {GEMV_TOKENS}"
+
+
+def _one_launch(case: Case) -> str:
+    return "" if case.sizes["tokens"] <= OWN_FP8_TOKENS else f"is made for some dozens of tokens; not run beyond {OWN_FP8_TOKENS}"
+
+
+class OwnFp8Moe(TritonFp8Moe):
+    """The own kernels for weights in FP8 blocks."""
+
+    def pack(self, gate_up_E2IC: Tensor, down_ECI: Tensor) -> tuple[BlockFp8, BlockFp8]:
+        return BlockFp8(*to_blocks(gate_up_E2IC)), BlockFp8(*to_blocks(down_ECI))
 
 
 class Fp8Moe:
