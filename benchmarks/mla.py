@@ -2,9 +2,9 @@
 
     python -m benchmarks.mla
 
-To say which backend of `mla_decode` should stand first in kernels/support_latent.py; not run on a GPU yet. Microseconds inside a CUDA
-graph, each call on latents that the caches do not hold; in brackets the share of the memory bound, at 4.3 TB/s. `plan`: to plan a step of
-FA3's and copy that to the device.
+To say which backend of `mla_decode` should stand first in kernels/support_latent.py, and up to how many rows `triton+fa3` takes which.
+Microseconds inside a CUDA graph, each call on latents that the caches do not hold; in brackets the share of the memory bound, at 4.3 TB/s.
+`plan`: to plan a step of FA3's and copy that to the device.
 """
 
 from __future__ import annotations

@@ -22,6 +22,8 @@ from inference_service.messages import Sampling
 RANDOM = Sampling(1.0, 50, 0.9, 0.01, 0)
 SMALL_GRAPH_BYTES = 8 * MIB
 """What each graph but the largest is reckoned to need, since it finds room for its tensors in the largest one's memory."""
+MANY_DECODES = 8
+"""More than any backend that chooses by the number of decodes takes for few."""
 
 
 def build_cuda_executor(config: Config, loaded: LoadedModel, progress: Report) -> CudaExecutor:
@@ -123,5 +125,8 @@ def _warm_up(executor: CudaExecutor, config: Config) -> None:
         executor.prefill(1, 0, RANDOM, logprobs)
         if batch.step_tokens > decodes:
             executor.prefill(1, decodes, RANDOM, logprobs)
+    # Eagerly, the kernels that are for many decodes.
+    if batch.step_tokens > (many := min(MANY_DECODES, batch.max_requests - 1, executor.info.pages - 1)):
+        executor.prefill(1, many, logprobs=1)
     for sampling in (GREEDY, RANDOM):
         executor.prefill(1, 0, replace(sampling, logit_bias=[(0, 1.0)]))

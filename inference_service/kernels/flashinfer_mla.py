@@ -1,10 +1,12 @@
-"""FlashInfer's FA2 and FA3 kernels for MLA, planned on the host once a step; those of decodes also where a CUDA graph holds them.
+"""FlashInfer's FA2 and FA3 kernels for MLA, planned on the host once a step; those of decodes also where a CUDA graph holds them;
+and the own kernel in front of FA3, for few decodes.
 
 Shapes as in `mla`.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -12,13 +14,18 @@ import torch
 from torch import Tensor
 
 from inference_service.kernels.attention import PLAIN, AttentionSpec, StepLayout
+from inference_service.kernels.attention_mixed import PagedPlan
 from inference_service.kernels.flashinfer_paged import WrapperRing, flat_pages, pinned, shared_workspace
-from inference_service.kernels.mla import AbsorbedRows, HostPlanned, UpProjection
+from inference_service.kernels.mla import AbsorbedRows, HostPlanned, LatentAttention, UpProjection
+from inference_service.kernels.mla_paged import TritonLatentDecode
 
 LATENT, ROPE, HEAD_DIM, VALUE_DIM = 512, 64, 192, 128
 """L, R, Q and V as FlashInfer's kernels take them."""
 EXPANDED_TOKENS = 16384
 """A step whose contexts are longer together attends in the absorbed form: their keys and values would take too much memory."""
+FEW_ROWS = 4
+"""One row takes the own kernel less than FA3 at most sizes, 8 take it more (python -m benchmarks.mla); and a step of few rows is short
+beside a plan, which takes the host 0.1 to 0.3 ms."""
 
 
 class FlashInferLatent(HostPlanned):
@@ -34,13 +41,15 @@ class FlashInferLatent(HostPlanned):
 
         self._ops, self._backend, self._prefills = flashinfer_ops, backend, prefills
         self._ring = WrapperRing(lambda workspace: flashinfer_ops.make_mla_wrapper(workspace, backend))
-        self._graphs: dict[tuple[torch.Size, AttentionSpec], tuple[int, torch.cuda.Event]] = {}
-        """By the shape of the page table: graphs' wrappers, and when the device has copied the last plan of each."""
+        self._graphs: defaultdict[AttentionSpec, dict[torch.Size, int]] = defaultdict(dict)
+        """Graphs' wrappers by the shape of the page table. Those of a spec share what a plan lies in, since steps run one by one."""
+        self._copied: defaultdict[AttentionSpec, torch.cuda.Event] = defaultdict(torch.cuda.Event)
+        """When the device has copied the last plan of a graph."""
 
     def plan(self, layout: StepLayout, kv_P11SD: Tensor, heads: int, spec: AttentionSpec = PLAIN) -> int:
         """The number of the wrapper that holds the plan."""
         if layout.captured:
-            return self._graphs[layout.pages_RM.shape, spec][0]
+            return self._graphs[spec][layout.pages_RM.shape]
         rows = slice(layout.decodes, None) if self._prefills else slice(0, layout.decodes)
         contexts = layout.contexts[rows]
         pages = [-(-context // kv_P11SD.shape[3]) for context in contexts]
@@ -53,19 +62,19 @@ class FlashInferLatent(HostPlanned):
         rows, width = layout.pages_RM.shape
         # A padded row does what its twin does, the row with the shortest context.
         contexts = layout.contexts + [min(layout.contexts, default=1)] * (rows - len(layout.contexts))
-        wrapper, copied = self._of_graph(layout.pages_RM, spec)
-        # The plan before leaves the wrapper's pinned memory once the step before that has run.
+        wrapper, copied = self._of_graph(layout.pages_RM, spec), self._copied[spec]
+        # The plan before leaves the pinned memory once the step before that has run.
         copied.synchronize()
         # A row's pages begin where they do in the table, and end with its context.
         self._plan(wrapper, [1] * rows, [width] * rows, layout.pages_RM.view(-1), contexts, kv_P11SD, heads, spec)
         copied.record()
 
-    def _of_graph(self, pages_RM: Tensor, spec: AttentionSpec) -> tuple[int, torch.cuda.Event]:
-        if (pages_RM.shape, spec) not in self._graphs:
-            workspace = shared_workspace(pages_RM.device)
-            wrapper = self._ops.make_mla_graph_wrapper(workspace, self._backend, len(pages_RM), pages_RM.numel())
-            self._graphs[pages_RM.shape, spec] = wrapper, torch.cuda.Event()  # type: ignore[no-untyped-call]
-        return self._graphs[pages_RM.shape, spec]
+    def _of_graph(self, pages_RM: Tensor, spec: AttentionSpec) -> int:
+        wrappers, shape = self._graphs[spec], pages_RM.shape
+        if shape not in wrappers:
+            workspace, twin = shared_workspace(pages_RM.device), next(iter(wrappers.values()), None)
+            wrappers[shape] = self._ops.make_mla_graph_wrapper(workspace, self._backend, len(pages_RM), pages_RM.numel(), twin)
+        return wrappers[shape]
 
     def _plan(
         self,
@@ -93,6 +102,27 @@ class FlashInferLatent(HostPlanned):
 
     def __call__(self, q_THL: Tensor, q_THR: Tensor, kv_P11SD: Tensor, plan: int, o_THL: Tensor) -> None:
         self._ops.mla_paged(q_THL, q_THR, kv_P11SD, plan, o_THL)
+
+
+class TritonOrFa3Latent(HostPlanned):
+    """Decode rows by the own kernel or by FA3, by their number, which the host knows; a graph's is that of its table."""
+
+    def __init__(self) -> None:
+        self._few, self._many = TritonLatentDecode(), FlashInferLatent("fa3", prefills=False)
+
+    def plan(self, layout: StepLayout, kv_P11SD: Tensor, heads: int, spec: AttentionSpec = PLAIN) -> PagedPlan | int:
+        plan: PagedPlan | int = self._by(layout.decodes).plan(layout, kv_P11SD, heads, spec)
+        return plan
+
+    def plan_replay(self, layout: StepLayout, kv_P11SD: Tensor, heads: int, spec: AttentionSpec = PLAIN) -> None:
+        if len(layout.pages_RM) > FEW_ROWS:
+            self._many.plan_replay(layout, kv_P11SD, heads, spec)
+
+    def __call__(self, q_THL: Tensor, q_THR: Tensor, kv_P11SD: Tensor, plan: PagedPlan | int, o_THL: Tensor) -> None:
+        self._by(len(q_THL))(q_THL, q_THR, kv_P11SD, plan, o_THL)
+
+    def _by(self, rows: int) -> LatentAttention:
+        return self._few if rows <= FEW_ROWS else self._many
 
 
 @dataclass(frozen=True)

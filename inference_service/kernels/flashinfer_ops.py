@@ -249,22 +249,28 @@ def make_mla_wrapper(workspace: Tensor, backend: str) -> int:
     return len(_WRAPPERS) - 1
 
 
-def make_mla_graph_wrapper(workspace: Tensor, backend: str, rows: int, pages: int) -> int:
-    """The number of one for CUDA graphs of so many rows: each of its plans, of `pages` pages at most, is copied to the same places."""
+def make_mla_graph_wrapper(workspace: Tensor, backend: str, rows: int, pages: int, twin: int | None) -> int:
+    """The number of one for CUDA graphs of so many rows: each of its plans, of `pages` pages at most, is copied to the same places.
+
+    `twin`: one for other graphs, none of which is ever planned before these have run. Plans of both are then copied through the same memory
+    and to the same, 8 MiB each, which FlashInfer has no argument for.
+    """
     starts, page_starts, indices, contexts = (
         torch.empty(count, dtype=torch.int32, device=workspace.device) for count in (rows + 1, rows + 1, pages, rows)
     )
-    _WRAPPERS.append(
-        flashinfer.mla.BatchMLAPagedAttentionWrapper(
-            workspace,
-            use_cuda_graph=True,
-            qo_indptr=starts,
-            kv_indptr=page_starts,
-            kv_indices=indices,
-            kv_len_arr=contexts,
-            backend=backend,
-        )
+    mla_wrapper = flashinfer.mla.BatchMLAPagedAttentionWrapper(
+        workspace,
+        use_cuda_graph=True,
+        qo_indptr=starts,
+        kv_indptr=page_starts,
+        kv_indices=indices,
+        kv_len_arr=contexts,
+        backend=backend,
     )
+    if twin is not None:
+        for buffer in ("_int_workspace_buffer", "_pin_memory_int_workspace_buffer"):
+            setattr(mla_wrapper, buffer, getattr(_WRAPPERS[twin], buffer))
+    _WRAPPERS.append(mla_wrapper)
     return len(_WRAPPERS) - 1
 
 

@@ -71,6 +71,17 @@ def _fused_topk(setting: Setting) -> str:
 LATENT_ROWS = (
     Row(
         "mla_decode",
+        "triton+fa3",
+        flashinfer_mla.TritonOrFa3Latent,
+        architectures=HOPPER,
+        dtypes=HALVES,
+        elsewhere=NO_FA3,
+        otherwise=NO_HALF,
+        limit=_graphs,
+        requires=TRITON | FLASHINFER,
+    ),
+    Row(
+        "mla_decode",
         "triton",
         mla_paged.TritonLatentDecode,
         architectures=GPUS - {"sm_75"},

@@ -28,6 +28,7 @@ NAMES = {
     ("norm", "torch"): "elementwise",
     ("sampling", "flashinfer"): "Renorm",
     ("mla_decode", "triton"): "_attend",
+    ("mla_decode", "triton+fa3"): "_attend",
     ("mla_decode", "fa2"): "BatchMLAPagedAttention",
     ("mla_decode", "fa3"): "BatchMLAPageAttentionHopper",
     ("mla_prefill", "fa2"): "BatchPrefillWithRaggedKVCache",

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from inference_service.kernels import support
 from inference_service.kernels.attention import AttentionSpec, StepLayout
-from inference_service.kernels.flashinfer_mla import EXPANDED_TOKENS
+from inference_service.kernels.flashinfer_mla import EXPANDED_TOKENS, FEW_ROWS
 from inference_service.kernels.grouped_routing import FlashInferGroupedRouting, GroupedSpec, TorchGroupedRouting, TritonGroupedRouting
 from inference_service.kernels.input_routing import TorchInputRouting, TritonInputRouting
 from inference_service.kernels.mla import UpProjection
@@ -56,7 +56,7 @@ def attended(q_THL: Tensor, q_THR: Tensor, kv: Tensor, layout: StepLayout) -> Te
 
 @pytest.mark.parametrize("heads", [16, 128, 20])
 @pytest.mark.parametrize("contexts", DECODES, ids=len)
-@pytest.mark.parametrize("name", ["triton", "fa2", "fa3"])
+@pytest.mark.parametrize("name", ["triton", "fa2", "fa3", "triton+fa3"])
 def test_decode(name: str, contexts: list[int], heads: int) -> None:
     attention, kv, layout = backend("mla_decode", name), cache(), make_layout(QWEN, contexts, [])
     q_THL = torch.randn(heads, len(contexts), LATENT, device="cuda", dtype=torch.bfloat16).transpose(0, 1)
@@ -67,8 +67,8 @@ def test_decode(name: str, contexts: list[int], heads: int) -> None:
 
 
 @pytest.mark.parametrize("heads", [16, 128])
-@pytest.mark.parametrize("batch", [1, 6, 64])
-@pytest.mark.parametrize("name", ["fa2", "fa3"])
+@pytest.mark.parametrize("batch", [1, FEW_ROWS, 6, 64])
+@pytest.mark.parametrize("name", ["fa2", "fa3", "triton+fa3"])
 def test_a_replayed_kernel_does_as_was_planned_before(name: str, batch: int, heads: int) -> None:
     """Steps queued while the device lags: contexts grow into new pages, then are others; and a row less each, which is padded."""
     attention, kv, width = backend("mla_decode", name), cache(), 32
@@ -96,6 +96,7 @@ def test_a_replayed_kernel_does_as_was_planned_before(name: str, batch: int, hea
         for step, (q_HTL, rotated) in zip(steps, queries, strict=True):
             torch.cuda._sleep(20_000_000)  # type: ignore[no-untyped-call]
             fixed.pages_RM[: len(step.lengths)].copy_(step.pages_RM)
+            fixed.positions_T[: len(step.lengths)].copy_(step.positions_T)
             q_THL.copy_(q_HTL.transpose(0, 1))
             q_THR.copy_(rotated)
             attention.plan_replay(replace(step, pages_RM=fixed.pages_RM), kv, heads, SPEC)
@@ -107,6 +108,42 @@ def test_a_replayed_kernel_does_as_was_planned_before(name: str, batch: int, hea
         assert_near(output[:rows], attended(q_HTL.transpose(0, 1)[:rows], rotated[:rows], kv, step))
         assert output.isfinite().all()
     assert o[:, batch].isnan().all()
+
+
+@pytest.mark.parametrize("name", ["fa2", "fa3", "triton+fa3"])
+def test_graphs_of_different_sizes_take_turns(name: str) -> None:
+    """Their plans lie in the same memory, and are made while the device lags behind by graphs of other sizes."""
+    attention, kv, heads, width = backend("mla_decode", name), cache(), 16, 32
+    sizes = [64, 6, FEW_ROWS]
+    fixed = {batch: make_layout(QWEN, [1] * batch, [], width) for batch in sizes}
+    q_THL, q_THR = torch.randn(64, heads, LATENT, device="cuda").bfloat16(), query(64, heads)[..., NOPE:]
+    o_THL, graphs = torch.empty_like(q_THL), {batch: torch.cuda.CUDAGraph() for batch in sizes}
+    steps = [make_layout(QWEN, torch.randint(1, width * QWEN.page_size + 1, (batch,)).tolist(), [], width) for batch in sizes * 4]
+    outputs: list[Tensor] = []
+
+    def run(batch: int) -> None:
+        plan = attention.plan(replace(fixed[batch], captured=True), kv, heads, SPEC)
+        attention(q_THL[:batch], q_THR[:batch], kv, plan, o_THL[:batch])
+
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        for batch, graph in graphs.items():
+            attention.plan_replay(fixed[batch], kv, heads, SPEC)
+            run(batch)
+            with torch.cuda.graph(graph, stream=stream):
+                run(batch)
+        for step in steps:
+            batch = len(step.lengths)
+            torch.cuda._sleep(20_000_000)  # type: ignore[no-untyped-call]
+            fixed[batch].pages_RM.copy_(step.pages_RM)
+            fixed[batch].positions_T.copy_(step.positions_T)
+            attention.plan_replay(replace(step, pages_RM=fixed[batch].pages_RM), kv, heads, SPEC)
+            graphs[batch].replay()
+            outputs.append(o_THL[:batch].clone())
+    torch.cuda.synchronize()
+    for step, output in zip(steps, outputs, strict=True):
+        assert_near(output, attended(q_THL[: len(output)], q_THR[: len(output)], kv, step))
 
 
 def expanded(q_THQ: Tensor, kv: Tensor, layout: StepLayout, up: UpProjection) -> Tensor:

@@ -199,9 +199,17 @@ def test_plans_of_latents_in_graphs_are_refused_where_their_pages_are_checked(ve
     """They have the pages of a graph's table, which are more than the contexts'."""
     sources = [name for name in wheel(version).namelist() if name.startswith("flashinfer/mla/") and name.endswith(".py")]
     assert checks == any(b"must equal ceil(kv_len_arr" in wheel(version).read(name) for name in sources)
-    here = support.Setting("sm_90", torch.bfloat16, 192, 16, 64, {"flashinfer": version, "cuda": "13.0"})
-    refusals = [row.refusal(here) for row in support.rows("mla_decode") if row.backend in ("fa2", "fa3")]
-    assert len(refusals) == 2 and all(bool(refusal) == checks for refusal in refusals)
+    here = support.Setting("sm_90", torch.bfloat16, 192, 16, 64, {"flashinfer": version, "cuda": "13.0", "triton": "3.6"})
+    refusals = [row.refusal(here) for row in support.rows("mla_decode") if row.backend in ("fa2", "fa3", "triton+fa3")]
+    assert len(refusals) == 3 and all(bool(refusal) == checks for refusal in refusals)
+
+
+@pytest.mark.parametrize("buffer", ["_int_workspace_buffer", "_pin_memory_int_workspace_buffer"])
+def test_plans_of_latents_lie_where_they_are_told_to(buffer: str) -> None:
+    """`flashinfer_ops.make_mla_graph_wrapper` lets wrappers share what has no argument; refused are the versions that have it otherwise."""
+    made, planned, run = (ast.unparse(function(OLDEST, path)) for path in (MLA, f"{MLA}.plan", f"{MLA}.run"))
+    assert f"self.{buffer} = torch.empty(" in made and f"self.{buffer}," in planned
+    assert (f"self.{buffer}," in run) == (buffer == "_int_workspace_buffer")
 
 
 @pytest.mark.parametrize("version", [OLDEST, NEWEST])

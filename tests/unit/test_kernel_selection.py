@@ -134,13 +134,17 @@ def test_a_shape_or_a_version_that_a_backend_cannot_take_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("architecture", "prefill", "decode"), [("sm_75", "torch", "torch"), ("sm_80", "fa2", "triton"), ("sm_90", "fa3", "triton")]
+    ("architecture", "prefill", "decode", "mixed"),
+    [("sm_75", "torch", "torch", "torch"), ("sm_80", "fa2", "triton", "triton"), ("sm_90", "fa3", "triton+fa3", "triton")],
 )
-def test_latents_by_architecture(architecture: str, prefill: str, decode: str) -> None:
+def test_latents_by_architecture(architecture: str, prefill: str, decode: str, mixed: str) -> None:
     chosen = backends(architecture, torch.bfloat16, latent=LATENT, grouped=GROUPED)
-    assert (chosen["mla_prefill"], chosen["mla_decode"], chosen["mla_mixed"]) == (prefill, decode, decode)
+    assert (chosen["mla_prefill"], chosen["mla_decode"], chosen["mla_mixed"]) == (prefill, decode, mixed)
     assert backends(architecture, torch.float32, latent=LATENT)["mla_decode"] == "torch"
     assert backends("sm_90", torch.bfloat16, latent=replace(LATENT, value=64))["mla_prefill"] == "torch"
+    # What FA3 does not take, the own kernel does.
+    assert backends("sm_90", torch.bfloat16, latent=replace(LATENT, latent=256))["mla_decode"] == "triton"
+    assert backends("sm_90", torch.bfloat16, latent=LATENT, versions={"triton": "3.6"})["mla_decode"] == "triton"
 
 
 @pytest.mark.parametrize(
@@ -148,6 +152,7 @@ def test_latents_by_architecture(architecture: str, prefill: str, decode: str) -
     [
         ({"latent": replace(LATENT, latent=320)}, "mla_decode", "triton", "kv_lora_rank"),
         ({"latent": replace(LATENT, latent=256)}, "mla_decode", "fa3", "kv_lora_rank of 512"),
+        ({"latent": replace(LATENT, rope=32)}, "mla_decode", "triton+fa3", "qk_rope_head_dim of 64"),
         ({"latent": replace(LATENT, value=64)}, "mla_prefill", "fa2", "heads of 192 with values of 128, not 192 with 64"),
         ({"latent": replace(LATENT, rope=32)}, "mla_decode", "fa2", "qk_rope_head_dim of 64"),
         ({"grouped": replace(GROUPED, groups=1, top_groups=1)}, "grouped_routing", "flashinfer", "1 x 1 here, not 8"),
@@ -163,7 +168,7 @@ def test_limits_of_what_deepseek_needs(changes: dict[str, Any], operator: str, b
     assert words in row.refusal(setting("sm_90", torch.bfloat16, versions=ALL_THERE, **here))
 
 
-@pytest.mark.parametrize("backend", ["fa2", "fa3"])
+@pytest.mark.parametrize("backend", ["fa2", "fa3", "triton+fa3"])
 def test_latents_in_graphs_are_planned_as_an_older_flashinfer_does_it(backend: str, caplog: pytest.LogCaptureFixture) -> None:
     newer = ALL_THERE | {"flashinfer": "0.7.4"}
     kernel = chosen(Kernels(mla_decode=backend), "sm_90", torch.bfloat16, latent=LATENT, versions=newer)["mla_decode"]
@@ -199,7 +204,7 @@ def test_what_keeps_a_step_from_a_graph_is_known() -> None:
     planned = {choice.row.operator for choice in keeps_from_graph(select(Kernels(attention_decode="fa2"), here))}
     assert "attention_decode" in planned
     latent = replace(here, latent=LATENT, grouped=GROUPED)
-    assert all(not keeps_from_graph(select(Kernels(mla_decode=backend), latent)) for backend in ("triton", "fa2", "fa3"))
+    assert all(not keeps_from_graph(select(Kernels(mla_decode=backend), latent)) for backend in ("auto", "triton", "fa2", "fa3"))
     assert keeps_from_graph(select(Kernels(mla_decode="torch"), latent))
 
 

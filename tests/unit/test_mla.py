@@ -13,7 +13,8 @@ from torch import Tensor
 
 from inference_service import kernels
 from inference_service.kernels.attention import AttentionSpec, StepLayout
-from inference_service.kernels.flashinfer_mla import FlashInferLatent
+from inference_service.kernels.attention_mixed import PagedPlan
+from inference_service.kernels.flashinfer_mla import FEW_ROWS, FlashInferLatent, TritonOrFa3Latent
 from inference_service.kernels.mla import AbsorbedRows, SplitMla, UpProjection
 from inference_service.kernels.mla_append import MlaAppend, TorchMlaAppend, TritonMlaAppend
 from inference_service.kernels.mla_torch import TorchLatentDecode, TorchLatentPaged, TorchMlaPrefill, torch_mla_mixed
@@ -119,12 +120,14 @@ class HostOps:
 
     def __init__(self) -> None:
         self.plans: list[tuple[Any, ...]] = []
+        self.twins: list[int | None] = []
 
     def make_mla_wrapper(self, workspace: Tensor, backend: str) -> int:
         self.plans.append(())
         return len(self.plans) - 1
 
-    def make_mla_graph_wrapper(self, workspace: Tensor, backend: str, rows: int, pages: int) -> int:
+    def make_mla_graph_wrapper(self, workspace: Tensor, backend: str, rows: int, pages: int, twin: int | None) -> int:
+        self.twins.append(twin)
         return self.make_mla_wrapper(workspace, backend)
 
     def plan_mla(self, number: int, starts: Tensor, page_starts: Tensor, pages: Tensor, contexts: Tensor, *rest: Any) -> None:
@@ -169,12 +172,40 @@ def test_a_replay_is_planned_for_the_rows_that_there_are(on_the_host: HostOps) -
     narrow = replace(step, pages_RM=pages_RM[:, :2].contiguous())
     decode.plan_replay(narrow, kv, 5, SPEC)
     assert decode.plan(replace(narrow, captured=True), kv, 5, SPEC) not in planned
+    other = AttentionSpec(scale=0.2)
+    decode.plan_replay(narrow, kv, 5, other)
+    assert on_the_host.twins == [None, *planned, None], "plans of one spec lie in one place, and those of others elsewhere"
     # An eager step has a plan of its own, for the pages that it takes.
     eager = decode.plan(step, kv, 5, SPEC)
     o_THL = torch.empty_like(q_THL)
     decode(q_THL, q_THR, kv, eager, o_THL)
     torch.testing.assert_close(o_THL, wanted, atol=1e-5, rtol=1e-5)
     assert eager not in planned and on_the_host.plans[eager][0][-1] == 6
+
+
+@interpreted
+@pytest.mark.usefixtures("loop_bounds")
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("rows", [1, FEW_ROWS, FEW_ROWS + 1])
+def test_few_rows_attend_by_the_own_kernel_and_are_not_planned(on_the_host: HostOps, rows: int, captured: bool) -> None:
+    """A graph's rows count, also where a step has fewer."""
+    pytest.importorskip("triton")
+    decode, contexts = TritonOrFa3Latent(), [16, 47, 100, 15, 33][:rows]
+    layout = layout_of(rows, [1] * rows, contexts, 16)
+    layout = replace(layout, pages_RM=layout.pages_RM.contiguous())
+    kv, q_THL, q_THR, reference = cache_of(layout, 16), torch.randn(rows, 5, LATENT), torch.randn(rows, 5, ROPE), TorchLatentDecode()
+    o_THL, wanted = torch.full_like(q_THL, float("nan")), torch.empty_like(q_THL)
+    if captured:
+        decode.plan_replay(replace(layout, decodes=1, lengths=[1], contexts=contexts[:1]), kv, 5, SPEC)
+        decode.plan_replay(layout, kv, 5, SPEC)
+    decode(q_THL, q_THR, kv, decode.plan(replace(layout, captured=captured), kv, 5, SPEC), o_THL)
+    reference(q_THL, q_THR, kv, reference.plan(layout, kv, 5, SPEC), wanted)
+    torch.testing.assert_close(o_THL, wanted, atol=1e-5, rtol=1e-5)
+    assert any(on_the_host.plans) == (rows > FEW_ROWS)
+    # Beside chunks the decodes alone count.
+    mixed = replace(layout, decodes=1, lengths=[1, *contexts[1:]])
+    assert isinstance(decode.plan(mixed, kv, 5, SPEC), PagedPlan)
+    assert SplitMla(decode, TorchMlaPrefill()).host_planned is not None
 
 
 def appended(append: MlaAppend, layout: StepLayout, heads: int) -> tuple[Tensor, Tensor]:
