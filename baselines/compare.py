@@ -65,7 +65,8 @@ class Comparison:
         """False where the time was up before all was measured. Raises EndpointError where a server that was stopped left something."""
         self._file.write_text(yaml.safe_dump(msgspec.to_builtins(self._config), sort_keys=False))
         self._deadline = time.monotonic() + time_limit_s if time_limit_s else float("inf")
-        self._servers = {name: self._server(name) for name in self._config.comparison.targets}
+        beside_others = any(step.schedule == INTERLEAVED for step in steps)
+        self._servers = {name: self._server(name, beside_others) for name in self._config.comparison.targets}
         try:
             with self._receivers({step.target for step in steps}) as self._traces:
                 in_time = self._run(steps)
@@ -202,8 +203,8 @@ class Comparison:
             for receiver in receivers.values():
                 receiver.stop()
 
-    def _server(self, name: str) -> Server:
-        return Server(name, self._config, self._file, str(self.model or self._config.model.path), self._directory)
+    def _server(self, name: str, beside_others: bool) -> Server:
+        return Server(name, self._config, self._file, str(self.model or self._config.model.path), self._directory, beside_others)
 
     def _stop_all(self) -> None:
         """Raises EndpointError of the last that left something, when all have been stopped."""

@@ -38,8 +38,11 @@ class EndpointError(RuntimeError):
 class Server:
     """One target's server."""
 
-    def __init__(self, name: str, config: Config, file: Path, model: str, directory: Path) -> None:
-        """`file` is the YAML file of `config`, `model` its model's directory; `directory` takes the server's log and state."""
+    def __init__(self, name: str, config: Config, file: Path, model: str, directory: Path, beside_others: bool = False) -> None:
+        """`file` is the YAML file of `config`, `model` its model's directory; `directory` takes the server's log and state.
+
+        `beside_others`: other servers are up too, so that what is used of the GPUs' memory does not tell what this one has left.
+        """
         self.name = name
         self._endpoint = config.comparison.targets[name]
         self.url = self._endpoint.url
@@ -49,6 +52,7 @@ class Server:
         self._site = Site(
             config, file, directory, name, self._endpoint.model or model, self._host, self._port, program=self._endpoint.program
         )
+        self._beside_others = beside_others
         self._log = directory / f"{name}.log"
         self._state_file = directory / f"{name}.server.json"
 
@@ -111,7 +115,7 @@ class Server:
         launch, version = self._launch(traces)
         for note in launch.notes:
             print(f"{self.name}: {note}", file=sys.stderr, flush=True)
-        gpu_gib, start = used_gpu_gib(), time.monotonic()
+        gpu_gib, start = None if self._beside_others else used_gpu_gib(), time.monotonic()
         env = {**os.environ, **launch.env, **self._endpoint.env}
         with self._log.open("ab") as log:
             try:

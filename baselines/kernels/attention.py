@@ -250,7 +250,7 @@ class AttentionMixed(Attention):
             Backend(replace(row, backend="batch-pod", make=adapters.BatchPod), whole),
             vllm_flash(self.name),
             holistic(self.name, planned),
-            Backend(row, whole, note="the chunk's keys and values lie without pages"),
+            Backend(row, whole, note="the chunk's keys and values lie without pages", capturable=False),
         ]
 
     def _pair(self, names: tuple[str, str]) -> Backend:

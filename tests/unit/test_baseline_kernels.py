@@ -23,7 +23,7 @@ from baselines.kernels.fp8 import to_blocks, to_tensor
 from baselines.kernels.gemm import Fp8Gemm, Gemm
 from baselines.kernels.limits import limits_of
 from baselines.kernels.machine import describe_machine, make_bench
-from baselines.kernels.measure import OPERATORS, Family, Job, Message
+from baselines.kernels.measure import OPERATORS, Family, Job, Message, find_impossible
 from baselines.kernels.moe import Fp8Experts, Moe, touched
 from baselines.kernels.record import Record, Result, read
 from baselines.kernels.routing import Routing
@@ -374,6 +374,11 @@ def test_fp8_restores_what_it_rounds() -> None:
     assert (restored - weight).norm() / weight.norm() < 0.05
     tensor, scale = to_tensor(weight[0])
     assert (tensor.float() * scale - weight[0]).norm() / weight[0].norm() < 0.05
+
+
+def test_what_is_faster_than_the_device_is_no_figure() -> None:
+    assert find_impossible({"us": 9.1, "share": 3.99}) == "took 9.1 us, 4.0 times as fast as this device can"
+    assert not any(find_impossible({"us": 9.1, "share": share}) for share in (None, 0.0, 0.5, 1.05))
 
 
 def test_every_backend_of_an_h200_is_offered_or_refused_with_a_reason(qwen: Bench) -> None:
