@@ -134,6 +134,8 @@ def _objections(row: Row, summary: dict[str, Any], expected_distinct: float | No
     reasons = [f"{errors['count']} requests failed ({kind}), such as {errors['example']}" for kind, errors in summary["errors"].items()]
     if not row["requests"]:
         reasons.append("no request was completed")
+    elif row["ttft_ms"]["p50"] is None:  # The window is too short, or the server stood still, to compile, say.
+        reasons.append("no request began and ended in the window")
     lag_ms = row["receive_lag_ms"]["p99"]
     if lag_ms is not None and lag_ms > MOST_LAG_MS:
         reasons.append(f"the load generator was {lag_ms:.0f} ms late at p99, more than {MOST_LAG_MS:.0f}")

@@ -8,6 +8,7 @@ A tactic is FlashInfer's number of a kernel: tile, schedule, cluster. Each of th
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -29,8 +30,10 @@ PROMPT_TOKENS = 512
 experts. A tile that is made for few tokens an expert takes several times as long then."""
 SLOWER = 1.3
 """A pair that takes longer than this beside the best so far is not measured a second time."""
-DELAY_CYCLES = 4_000_000
-"""How long the device sleeps before what is timed, so that the host can be ahead of it: about 2 ms."""
+DELAY_S, MOST_DELAY_S = 0.002, 0.1
+"""How long the device waits before what is timed, while the host launches it: at first, and where that is found too short."""
+CYCLES_A_S = 2e9
+"""Of its clock, or a little fewer."""
 MOST_ERROR = 0.02
 """Between the outputs of two tactics, relative: they round differently, and a kernel that is wrong is far beyond."""
 
@@ -132,15 +135,21 @@ def relative_error(y: Tensor, expected: Tensor) -> float:
 
 
 def microseconds(run: Callable[[], object], repeats: int) -> float:
-    """Of the device, for one run."""
+    """Of the device, for one run: it has nothing to wait for, since all is launched before it begins."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    torch.cuda._sleep(DELAY_CYCLES)  # type: ignore[no-untyped-call]
-    begin.record()
-    for _ in range(repeats):
-        run()
-    end.record()
-    end.synchronize()
-    return 1e3 * float(begin.elapsed_time(end)) / repeats
+    delay_s = DELAY_S
+    while True:
+        torch.cuda._sleep(int(delay_s * CYCLES_A_S))  # type: ignore[no-untyped-call]
+        launching = time.perf_counter()
+        begin.record()
+        for _ in range(repeats):
+            run()
+        end.record()
+        launching_s = time.perf_counter() - launching
+        end.synchronize()
+        if launching_s < delay_s or delay_s >= MOST_DELAY_S:
+            return 1e3 * float(begin.elapsed_time(end)) / repeats
+        delay_s = min(2 * launching_s, MOST_DELAY_S)
 
 
 def clear_error() -> None:

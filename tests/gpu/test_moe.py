@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from inference_service.kernels import flashinfer_moe
-from inference_service.kernels.expert_tactics import expert_tactics
+from inference_service.kernels.expert_tactics import expert_tactics, microseconds
 from inference_service.kernels.routing import TorchRouting, TritonRouting
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -156,3 +157,14 @@ def test_the_own_kernels_give_equal_bits() -> None:
     assert all(torch.equal(first, moe(x, *packed, ids, scales)) for _ in range(5))
     alone = moe(x[2:3].clone(), *packed, ids[2:3].clone(), scales[2:3].clone())
     assert torch.equal(first[2:3], alone)
+
+
+def test_what_the_host_launches_slowly_is_timed_on_the_device() -> None:
+    x = torch.zeros(1, device="cuda")
+
+    def run() -> None:
+        time.sleep(0.001)
+        x.add_(1)
+
+    run()
+    assert microseconds(run, 10) < 300

@@ -90,6 +90,7 @@ def test_a_good_row_has_no_objection() -> None:
         ({"extra": {"distinct_experts": 44.0}}, "44.0 distinct experts a layer, but uniform routing has 50.0"),
         ({"tokens": {"input": 1000, "cached": 100, "output_per_s": 1.0}}, "100 of 1000 input tokens came from the prefix cache"),
         ({"requests": {"completed": 0, "failed": 0}}, "no request was completed"),
+        ({"ttft_ms": {"p50": None, "p99": None}}, "no request began and ended in the window"),
         ({"errors": {"server": {"count": 2, "example": "X: y"}}}, "2 requests failed (server), such as X: y"),
     ],
 )
