@@ -16,6 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from inference_service.kernels.custom_op import custom_op
 from inference_service.kernels.triton_fp8_round import rounded
 from inference_service.kernels.triton_launch import dependent_launch, divisor
+from inference_service.kernels.triton_sum import sum_parts
 
 PROGRAMS = 320
 """To stream a weight with: between two and three for each multiprocessor of an H200, all at once."""
@@ -30,7 +31,7 @@ def _gemm_split(
     x_TK,
     weight_NK,
     scales,
-    y_STN,
+    y_TSN,
     tokens,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -59,22 +60,8 @@ def _gemm_split(
         values, x_scales = rounded(tl.load(x + block * 128, mask=exists[:, None], other=0.0))
         total += tl.dot(tl.load(weight + block * 128), tl.trans(values)) * (x_scales * scale)[None, :]
         scale = tl.load(row_scales + block + 1, mask=block + 1 < count, other=0.0)
-    y = y_STN + (tl.program_id(1) * tokens + token)[None, :].to(tl.int64) * N + rows[:, None]
+    y = y_TSN + (token * tl.num_programs(1) + tl.program_id(1))[None, :].to(tl.int64) * N + rows[:, None]
     tl.store(y, total, mask=exists[None, :])
-
-
-@triton.jit(do_not_specialize=["tokens"])
-def _sum(y_STN, y_TN, tokens, N: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """BLOCK outputs of one token, over the splits in their order."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    token = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros([BLOCK], tl.float32)
-    for split in tl.static_range(SPLITS):
-        total += tl.load(y_STN + (split * tokens + token) * N + column)
-    tl.store(y_TN + token * N + column, total)
 
 
 @custom_op(lambda x_TK, weight_NK, *rest: x_TK.new_empty(len(x_TK), len(weight_NK)))
@@ -91,7 +78,7 @@ def gemm_fp8_split(x_TK: Tensor, weight_NK: Tensor, scales: Tensor, most_splits:
     tiles = outputs // rows, triton.cdiv(tokens, width)
     blocks = blocks_of_split(inputs // 128, min(most_splits, triton.cdiv(PROGRAMS, tiles[0])))
     splits = triton.cdiv(inputs // 128, blocks)
-    parts = y_TN if splits == 1 else torch.empty(splits, tokens, outputs, dtype=torch.float32, device=device)
+    parts = y_TN if splits == 1 else torch.empty(tokens, splits, outputs, dtype=torch.float32, device=device)
     _gemm_split[(tiles[0], splits, tiles[1])](
         x_TK,
         weight_NK,
@@ -108,9 +95,7 @@ def gemm_fp8_split(x_TK: Tensor, weight_NK: Tensor, scales: Tensor, most_splits:
         **dependent_launch(device),
     )
     if splits > 1:
-        block = divisor(outputs, 512)
-        launch = {"num_warps": 4, **dependent_launch(device)}
-        _sum[(tokens, outputs // block)](parts, y_TN, tokens, N=outputs, SPLITS=splits, BLOCK=block, **launch)
+        sum_parts(parts, y_TN)
     return y_TN
 
 

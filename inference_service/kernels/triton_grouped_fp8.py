@@ -16,7 +16,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from inference_service.kernels.custom_op import custom_op
 from inference_service.kernels.triton_fp8_round import round_tokens
-from inference_service.kernels.triton_launch import dependent_launch, divisor
+from inference_service.kernels.triton_launch import dependent_launch
+from inference_service.kernels.triton_sum import sum_parts
 
 PAIR_CLASSES = (64, 256, 1024)
 """That a program may have in registers: a kernel is compiled for each, and a launch takes at most the last."""
@@ -127,20 +128,6 @@ def _down(
         tl.store(y_AC + pair.to(tl.int64)[:, None] * C + rows[None, :], tl.trans(y), mask=exists)
 
 
-@triton.jit
-def _sum(y_TKC, y_TC, C: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """A token's outputs over its experts, in their order."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    token = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros([BLOCK], tl.float32)
-    for k in tl.static_range(K):
-        total += tl.load(y_TKC + (token * K + k) * C + column)
-    tl.store(y_TC + token * C + column, total)
-
-
 @custom_op(lambda x_TC, *rest: torch.empty_like(x_TC))
 def moe_grouped_fp8(
     x_TC: Tensor,
@@ -189,5 +176,4 @@ def _launch(
     grid = size // rows, experts
     _gate_up[grid](*round_tokens(x_TC), gate_up_E2IC, gate_up_scales, ids_TK, h_AI, pairs, K=top_k, UP_FIRST=up_first, **common)
     _down[(hidden // rows, experts)](*round_tokens(h_AI), down_ECI, down_scales, ids_TK, weights_TK, y_AC, pairs, **common)
-    block = divisor(hidden, 1024)
-    _sum[(tokens, hidden // block)](y_AC, y_TC, C=hidden, K=top_k, BLOCK=block, num_warps=4, **dependent_launch(device))
+    sum_parts(y_AC.view(tokens, top_k, hidden), y_TC)

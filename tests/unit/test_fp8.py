@@ -1,8 +1,7 @@
-"""FP8 checkpoints against transformers in float32 on the dequantized weights, quantization at load, and the own kernels, interpreted."""
+"""FP8 checkpoints against transformers in float32 on the dequantized weights, and quantization at load; and a cache in FP8."""
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -20,8 +18,7 @@ from inference_service.config import ConfigError, Kernels, load_config
 from inference_service.execution.loading import apply_config
 from inference_service.execution.page_copies import copy_pages
 from inference_service.kernels import support, versions
-from inference_service.kernels.fp8 import BLOCK, E4M3, LARGEST, BlockFp8, TorchFp8Gemm, TorchFp8Moe, blocks, quantize, saturated
-from inference_service.kernels.routing import TorchRouting
+from inference_service.kernels.fp8 import BLOCK, E4M3, BlockFp8, quantize
 from inference_service.kernels.selection import make_operators, select
 from inference_service.kernels.support import Setting
 from inference_service.models.build import Build
@@ -257,87 +254,11 @@ def test_the_nvcc_that_deep_gemm_would_start(tmp_path: Path, monkeypatch: pytest
     assert version() == "12.9"
 
 
-def random_fp8(*shape: int) -> BlockFp8:
-    generator = torch.Generator().manual_seed(0)
-    matrices = [quantize(torch.randn(shape[-2:], generator=generator)) for _ in range(shape[0] if len(shape) == 3 else 1)]
-    if len(shape) == 2:
-        return matrices[0]
-    values = torch.stack([matrix.values.view(torch.uint8) for matrix in matrices]).view(E4M3)
-    return BlockFp8(values, torch.stack([matrix.scales for matrix in matrices]))
-
-
 def error(out: Tensor, reference: Tensor) -> float:
     return float((out.float() - reference).norm() / reference.norm())
 
 
-def rounded(x: Tensor) -> Tensor:
-    """Each 128 values rounded to E4M3 with a scale of their own."""
-    blocked = x.float().view(*x.shape[:-1], -1, BLOCK)
-    scales = blocked.abs().amax(-1, keepdim=True).clamp(min=1e-30) / LARGEST
-    return (saturated(blocked / scales).float() * scales).view(x.shape)
-
-
-def rounding_experts(x: Tensor, gate_up: BlockFp8, down: BlockFp8, ids: Tensor, weights: Tensor, up_first: bool) -> Tensor:
-    """The experts where activations are rounded before each product."""
-    gate_up_E2IC, down_ECI = (matrix.dequantize(torch.float32) for matrix in (gate_up, down))
-    y = torch.zeros_like(x)
-    for token, k in itertools.product(range(len(x)), range(ids.shape[1])):
-        halves = (gate_up_E2IC[ids[token, k]] @ rounded(x[token])).chunk(2)
-        gate, up = reversed(halves) if up_first else halves
-        y[token] += down_ECI[ids[token, k]] @ rounded(F.silu(gate) * up) * weights[token, k]
-    return y
-
-
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs these kernels on the GPU")
-
-
-@interpreted
-@pytest.mark.parametrize(("tokens", "outputs", "inputs"), [(1, 192, 2048), (2, 160, 384), (2, 16, 128), (1, 32, 1408)])
-def test_own_product(tokens: int, outputs: int, inputs: int) -> None:
-    triton_fp8 = pytest.importorskip("inference_service.kernels.triton_fp8")
-    x, matrix = torch.randn(tokens, inputs), random_fp8(outputs, inputs)
-    assert error(triton_fp8.gemv_fp8(x, matrix.values, matrix.scales), TorchFp8Gemm()(x, matrix)) < 1e-6
-    y = triton_fp8.gemv_fp8(x.bfloat16(), matrix.values, matrix.scales)
-    assert y.dtype == torch.bfloat16 and error(y, F.linear(x, matrix.dequantize(torch.float32))) < 1e-2
-
-
-@interpreted
-@pytest.mark.parametrize(("tokens", "hidden", "experts", "size", "top_k"), [(1, 128, 4, 128, 2), (1, 72, 3, 256, 2)])
-@pytest.mark.parametrize("up_first", [False, True])
-@pytest.mark.usefixtures("loop_bounds", "nearest_e4m3")
-def test_own_experts(tokens: int, hidden: int, experts: int, size: int, top_k: int, up_first: bool) -> None:
-    triton_fp8 = pytest.importorskip("inference_service.kernels.triton_fp8")
-    triton_grouped_fp8 = pytest.importorskip("inference_service.kernels.triton_grouped_fp8")
-    gate_up, down = random_fp8(experts, 2 * size, hidden), random_fp8(experts, hidden, size)
-    x = torch.randn(tokens, hidden)
-    ids, weights = TorchRouting()(torch.randn(tokens, experts), top_k, True)
-    expected = TorchFp8Moe()(x, gate_up, down, ids, weights)
-    if up_first:
-        half = blocks(size)
-        gate_up = BlockFp8(
-            gate_up.values.view(torch.uint8).roll(size, 1).view(E4M3),
-            torch.cat((gate_up.scales[:, half:], gate_up.scales[:, :half]), dim=1),
-        )
-    arguments = gate_up.values, gate_up.scales.contiguous(), down.values, down.scales, ids, weights, up_first
-    assert error(triton_fp8.moe_gemv_fp8(x, *arguments), expected) < 1e-5
-    if hidden % BLOCK == 0:
-        expected = rounding_experts(x, gate_up, down, ids, weights, up_first)
-        assert error(triton_grouped_fp8.moe_grouped_fp8(x, *arguments), expected) < 1e-5
-
-
-@interpreted
-@pytest.mark.usefixtures("loop_bounds", "nearest_e4m3")
-def test_own_experts_whose_tokens_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More of one expert's than a block holds, none of another's, and more than a launch takes."""
-    triton_grouped_fp8 = pytest.importorskip("inference_service.kernels.triton_grouped_fp8")
-    gate_up, down, x = random_fp8(3, 256, 128), random_fp8(3, 128, 128), torch.randn(23, 128)
-    ids = torch.tensor([[0, 2]] * 20 + [[2, 0]] * 3, dtype=torch.int32)
-    weights = torch.rand(23, 2)
-    arguments = gate_up.values, gate_up.scales, down.values, down.scales, ids, weights, False
-    expected = rounding_experts(x, gate_up, down, ids, weights, up_first=False)
-    for pairs in (triton_grouped_fp8.PAIR_CLASSES, (16, 32)):
-        monkeypatch.setattr(triton_grouped_fp8, "PAIR_CLASSES", pairs)
-        assert error(triton_grouped_fp8.moe_grouped_fp8(x, *arguments), expected) < 1e-5
 
 
 @pytest.mark.parametrize("fp8", [False, True])
