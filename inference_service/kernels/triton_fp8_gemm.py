@@ -22,8 +22,8 @@ PROGRAMS = 320
 """To stream a weight with: between two and three for each multiprocessor of an H200, all at once."""
 ROWS, MOST_SPLITS, LEAST_BLOCKS = 128, 8, 2
 """Rows of a program; and splits, each with so many blocks of 128 inputs where K has them: measured best at Qwen3-30B-A3B's shapes."""
-MOST_TOKENS, MOST_STAGES = 64, 5
-"""Of a program."""
+STAGES = {16: 5, 32: 4, 64: 3}
+"""By the tokens of a program: one more than blocks that are loaded at once, as fit into the 99 KiB of shared memory of sm_89 and sm_120."""
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -74,7 +74,7 @@ def gemm_fp8_split(x_TK: Tensor, weight_NK: Tensor, scales: Tensor, most_splits:
     y_TN = torch.empty(tokens, outputs, dtype=x_TK.dtype, device=device)
     if not tokens:
         return y_TN
-    rows, width = divisor(outputs, ROWS), min(MOST_TOKENS, max(16, triton.next_power_of_2(tokens)))
+    rows, width = divisor(outputs, ROWS), next((width for width in STAGES if tokens <= width), max(STAGES))
     tiles = outputs // rows, triton.cdiv(tokens, width)
     blocks = blocks_of_split(inputs // 128, min(most_splits, triton.cdiv(PROGRAMS, tiles[0])))
     splits = triton.cdiv(inputs // 128, blocks)
@@ -91,7 +91,7 @@ def gemm_fp8_split(x_TK: Tensor, weight_NK: Tensor, scales: Tensor, most_splits:
         TOKENS=width,
         ROWS=rows,
         num_warps=4,
-        num_stages=min(blocks + 1, MOST_STAGES),
+        num_stages=min(blocks + 1, STAGES[width]),
         **dependent_launch(device),
     )
     if splits > 1:
