@@ -19,7 +19,7 @@ class PeakMemory:
     """The most that the processes of a tree held while the block ran, in GiB; None where there is no telling.
 
     Where there is a GPU that is its memory; if the processes are not known, or not those that nvidia-smi sees (as in a container), that
-    used on the GPUs.
+    used on the GPUs that are visible.
     """
 
     def __init__(self, pid: int | None) -> None:
@@ -47,11 +47,13 @@ class PeakMemory:
 
 
 def used_gpu_gib() -> float | None:
-    """Used of the GPUs that CUDA_VISIBLE_DEVICES names, of all without it; None without nvidia-smi."""
+    """Used of the GPUs that CUDA_VISIBLE_DEVICES names by number or UUID, of all where it names none; None without nvidia-smi."""
     if not shutil.which("nvidia-smi"):
         return None
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return sum(_number(line) for line in _query("--query-gpu=memory.used", *(["-i", visible] if visible else []))) / 1024
+    names = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    gpus = [line.split(", ") for line in _query("--query-gpu=index,uuid,memory.used")]
+    visible = [gpu for gpu in gpus if any(gpu[0] == name or gpu[1].startswith(name) for name in names)]
+    return sum(_number(used) for _, _, used in visible or gpus) / 1024
 
 
 def available_gib() -> float | None:
@@ -73,9 +75,9 @@ def _used_gib(pid: int | None) -> float | None:
     return used_gpu_gib()
 
 
-def _query(*what: str) -> list[str]:
+def _query(what: str) -> list[str]:
     try:
-        ran = subprocess.run(["nvidia-smi", *what, "--format=csv,noheader,nounits"], capture_output=True, text=True, timeout=10)
+        ran = subprocess.run(["nvidia-smi", what, "--format=csv,noheader,nounits"], capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return []
     return ran.stdout.splitlines() if ran.returncode == 0 else []

@@ -128,7 +128,7 @@ class Backend:
     tolerance: float | None = None
     """Of the relative error, where it is not the dtype's."""
     capturable: bool = True
-    """Whether a CUDA graph can hold it: it never waits for the device."""
+    """Whether a CUDA graph holds all of it: it never waits for the device, and has nothing on a stream of its own."""
     note: str = ""
     """What it does otherwise than the others."""
 

@@ -137,7 +137,13 @@ class Fp8Gemm(Gemm):
         elsewhere = Row(self.name, "cutlass", absent, frozenset(), HALVES, BLACKWELL_ONLY)
         own = replace(next(row for row in support.rows(self.name) if row.backend == "triton"), make=OwnBlockGemm)
         return [
-            Backend(own, packed, up_to(OWN_FP8_TOKENS), tolerance=FP8_TOLERANCE, note="blocks of 128 x 128; inputs are quantized within"),
+            Backend(
+                own,
+                packed,
+                up_to(OWN_FP8_TOKENS),
+                tolerance=FP8_TOLERANCE,
+                note="blocks of 128 x 128; inputs are quantized within, from 3 tokens on",
+            ),
             Backend(scaled, self._scaled, tolerance=FP8_TOLERANCE, note="one scale a tensor; inputs are in FP8 already"),
             Backend(block, packed, tolerance=FP8_TOLERANCE, note="blocks of 128 x 128; inputs are quantized within"),
             Backend(replace(block, backend="tensorrt-llm", make=TrtllmBlockGemm, requires=TENSORRT_LLM), packed, tolerance=FP8_TOLERANCE),

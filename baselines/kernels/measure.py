@@ -211,8 +211,10 @@ class Family:
 
 
 def find_impossible(figures: Mapping[str, Any]) -> str:
-    """Why these are no figures of the whole work; empty where they may be. What a graph does not hold is not timed: POD runs on a stream of
-    its own, and does nothing in a replay."""
+    """Why these are no figures of the whole work; empty where they may be.
+
+    A graph may hold less than a call does: FlashInfer clears POD's counters outside of it, so that all replays but the first do nothing.
+    """
     share = figures["share"]
     return f"took {figures['us']:.1f} us, {share:.1f} times as fast as this device can" if share and share > MOST_SHARE else ""
 

@@ -163,7 +163,9 @@ class Fp8Experts(Moe):
         elsewhere = Row(self.name, "trtllm-gen", absent, frozenset(), HALVES, GEN)
         own = replace(next(row for row in support.rows(self.name) if row.backend == "triton"), make=OwnFp8Moe)
         return [
-            Backend(own, self._prepare, _one_launch, FP8_TOLERANCE, note="blocks of 128 x 128; inputs are quantized within"),
+            Backend(
+                own, self._prepare, _one_launch, FP8_TOLERANCE, note="blocks of 128 x 128; inputs are quantized within, from 3 tokens on"
+            ),
             Backend(row, self._prepare_untuned, tolerance=FP8_TOLERANCE, note="blocks of 128 x 128; inputs are quantized within"),
             Backend(elsewhere, self._prepare),
         ]

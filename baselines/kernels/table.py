@@ -78,7 +78,7 @@ def _reasons(results: Sequence[Result]) -> list[str]:
     notes = dict.fromkeys((result.backend, result.note) for result in results if result.note and result.us is not None)
     lines += [f"- {backend}: {note}" for backend, note in notes]
     if any(result.timed == "stream" for result in results):
-        lines.append("- *: one launch by itself, since no CUDA graph can hold it")
+        lines.append("- *: one launch by itself, since no CUDA graph holds it")
     return lines
 
 

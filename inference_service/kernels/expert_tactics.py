@@ -32,8 +32,8 @@ SLOWER = 1.3
 """A pair that takes longer than this beside the best so far is not measured a second time."""
 DELAY_S, MOST_DELAY_S = 0.002, 0.1
 """How long the device waits before what is timed, while the host launches it: at first, and where that is found too short."""
-CYCLES_A_S = 2e9
-"""Of its clock, or a little fewer."""
+CYCLES_A_S = 3e9
+"""More than the clock of any GPU has."""
 MOST_ERROR = 0.02
 """Between the outputs of two tactics, relative: they round differently, and a kernel that is wrong is far beyond."""
 

@@ -17,8 +17,8 @@ GEMV_TOKENS = 2
 """Up to so many tokens a weight is streamed once a token (benchmarks/fp8.py)."""
 OWN_TOKENS = 32
 """Up to so many tokens the own product is faster than DeepGEMM."""
-MOE_OWN_PAIRS = 1024
-"""Up to so many pairs of a token and an expert the own kernels are faster than CUTLASS."""
+MOE_OWN_PAIRS, MOE_OWN_TOKENS = 1024, 8
+"""Up to so many pairs of a token and an expert, and tokens an expert on average, the own kernels are faster than CUTLASS."""
 
 
 class DeepGemmFp8:
@@ -100,5 +100,6 @@ class TritonOrCutlassFp8Moe:
         self._few, self._many = TritonFp8Moe(), CutlassFp8Moe()
 
     def __call__(self, x_TC: Tensor, gate_up: BlockFp8, down: BlockFp8, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        moe = self._few if ids_TK.numel() <= MOE_OWN_PAIRS else self._many
+        most = min(MOE_OWN_PAIRS, MOE_OWN_TOKENS * len(down.values))
+        moe = self._few if ids_TK.numel() <= most else self._many
         return moe(x_TC, gate_up, down, ids_TK, weights_TK)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from inference_service.kernels.attention import PLAIN, AttentionSpec, StepLayout
 from inference_service.kernels.attention_mixed import PagedPlan
-from inference_service.kernels.flashinfer_paged import WrapperRing, flat_pages, pinned, shared_workspace
+from inference_service.kernels.flashinfer_paged import LATENT_WORKSPACE_BYTES, WrapperRing, flat_pages, pinned, shared_workspace
 from inference_service.kernels.mla import AbsorbedRows, HostPlanned, LatentAttention, UpProjection
 from inference_service.kernels.mla_paged import TritonLatentDecode
 
@@ -53,7 +53,7 @@ class FlashInferLatent(HostPlanned):
         rows = slice(layout.decodes, None) if self._prefills else slice(0, layout.decodes)
         contexts = layout.contexts[rows]
         pages = [-(-context // kv_P11SD.shape[3]) for context in contexts]
-        wrapper, copied = self._ring.next(kv_P11SD.device, spec)
+        wrapper, copied = self._ring.next(kv_P11SD.device, spec, LATENT_WORKSPACE_BYTES)
         self._plan(wrapper, layout.lengths[rows], pages, flat_pages(layout.pages_RM[rows], pages), contexts, kv_P11SD, heads, spec)
         copied.record()
         return wrapper
@@ -72,7 +72,7 @@ class FlashInferLatent(HostPlanned):
     def _of_graph(self, pages_RM: Tensor, spec: AttentionSpec) -> int:
         wrappers, shape = self._graphs[spec], pages_RM.shape
         if shape not in wrappers:
-            workspace, twin = shared_workspace(pages_RM.device), next(iter(wrappers.values()), None)
+            workspace, twin = shared_workspace(pages_RM.device, LATENT_WORKSPACE_BYTES), next(iter(wrappers.values()), None)
             wrappers[shape] = self._ops.make_mla_graph_wrapper(workspace, self._backend, len(pages_RM), pages_RM.numel(), twin)
         return wrappers[shape]
 
@@ -148,7 +148,7 @@ class FlashInferMlaPrefill:
         if sum(contexts) > EXPANDED_TOKENS:
             absorbed: int = self._absorbed.plan(layout, kv_P11SD, heads, spec)
             return absorbed
-        wrapper, copied = self._ring.next(device, spec)
+        wrapper, copied = self._ring.next(device, spec, LATENT_WORKSPACE_BYTES)
         starts, context_starts = (pinned([0, *accumulate(each)], device) for each in (lengths, contexts))
         scale = spec.scale_for(kv_P11SD.shape[4])
         self._ops.plan_ragged(wrapper, starts, context_starts, heads, HEAD_DIM, VALUE_DIM, scale, kv_P11SD.dtype)

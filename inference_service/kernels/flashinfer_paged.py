@@ -45,9 +45,7 @@ class WrapperRing:
         self._make = make
         self._rings: dict[tuple[AttentionSpec, int], deque[tuple[int, torch.cuda.Event]]] = {}
 
-    def next(
-        self, device: torch.device, spec: AttentionSpec, workspace_bytes: int = LATENT_WORKSPACE_BYTES
-    ) -> tuple[int, torch.cuda.Event]:
+    def next(self, device: torch.device, spec: AttentionSpec, workspace_bytes: int) -> tuple[int, torch.cuda.Event]:
         """A wrapper whose plan is no longer needed, and the event to record once a plan's copy is queued."""
         if (spec, workspace_bytes) not in self._rings:
             wrappers = [self._make(shared_workspace(device, workspace_bytes)) for _ in range(IN_FLIGHT)]
@@ -133,6 +131,6 @@ def split_bytes(kv_P2HSD: Tensor, heads: int) -> int:
 
 
 @cache
-def shared_workspace(device: torch.device, size: int = LATENT_WORKSPACE_BYTES) -> Tensor:
+def shared_workspace(device: torch.device, size: int) -> Tensor:
     """Of so many bytes; shared by all, since their kernels run one after the other."""
     return torch.empty(size, dtype=torch.uint8, device=device)

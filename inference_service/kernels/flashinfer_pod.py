@@ -131,7 +131,7 @@ class HolisticAttention(FusedAttention):
         self._ring = WrapperRing(lambda workspace: flashinfer_pod_ops.make_batch_attention())
 
     def _plan(self, layout: StepLayout, kv_P2HSD: Tensor, heads: int, spec: AttentionSpec) -> FusedPlan:
-        wrapper, copied = self._ring.next(kv_P2HSD.device, spec)
+        wrapper, copied = self._ring.next(kv_P2HSD.device, spec, 0)
         self._ops.plan_batch_attention(wrapper, describe_rows(layout, slice(None), kv_P2HSD.shape[3]), heads, kv_P2HSD, spec)
         copied.record()
         return FusedPlan(layout.decodes, wrapper, spec.scale_for(kv_P2HSD.shape[4]))

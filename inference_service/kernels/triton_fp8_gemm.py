@@ -76,7 +76,8 @@ def gemm_fp8_split(x_TK: Tensor, weight_NK: Tensor, scales: Tensor, most_splits:
         return y_TN
     rows, width = divisor(outputs, ROWS), next((width for width in STAGES if tokens <= width), max(STAGES))
     tiles = outputs // rows, triton.cdiv(tokens, width)
-    blocks = blocks_of_split(inputs // 128, min(most_splits, triton.cdiv(PROGRAMS, tiles[0])))
+    # With more tokens there are programs enough, and parts would take much memory.
+    blocks = blocks_of_split(inputs // 128, min(most_splits, triton.cdiv(PROGRAMS, tiles[0])) if tiles[1] == 1 else 1)
     splits = triton.cdiv(inputs // 128, blocks)
     parts = y_TN if splits == 1 else torch.empty(tokens, splits, outputs, dtype=torch.float32, device=device)
     _gemm_split[(tiles[0], splits, tiles[1])](

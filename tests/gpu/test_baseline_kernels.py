@@ -34,6 +34,6 @@ def test_every_backend_is_right_and_timed(supervisor: Supervisor, operator: str)
         result for result in results if result.status not in ("measured", "unsupported")
     ]
     assert any(result.us and result.timed in ("graph", "stream") for result in results)
-    # POD runs on a stream of its own, which no graph holds.
+    # No graph holds what clears POD's counters.
     assert all(result.timed == "stream" for result in results if result.backend == "pod" and result.us is not None)
     assert all(0 < result.us < 1e6 for result in results if result.us is not None)

@@ -166,7 +166,7 @@ def test_prefill(case: Case) -> None:
 
 @pytest.mark.parametrize("batch", [1, 8])
 def test_decodes_from_graphs(case: Case, batch: int) -> None:
-    """Teacher-forced. Of one row activations are not rounded."""
+    """Teacher-forced. Of one row activations are not rounded; where they are, the prefill's are rounded alike."""
     executor, first, last = case.executor, 5, 69
     executor.launch(StepPlan([chunk(case, slot, 0, first) for slot in range(batch)])).wait()
     drawn = []
@@ -176,10 +176,13 @@ def test_decodes_from_graphs(case: Case, batch: int) -> None:
         rows = [Row(slot, position, 1, [], pages(slot), True, GREEDY) for slot in range(batch)]
         assert executor._graphs.sizes(executor._slots.measure(rows)) is not None
         drawn.append(executor.launch(StepPlan(rows)).wait().token_ids)
-    best = case.expected_BTV[:batch, first:last].argmax(-1).cpu()
+    expected_BTV = case.expected_BTV[:batch]
+    if batch > GEMV_TOKENS:
+        expected_BTV = all_logits(executor, [chunk(case, slot, 0, LENGTH) for slot in range(batch)]).view(batch, LENGTH, -1)
+    best = expected_BTV[:, first:last].argmax(-1).cpu()
     same = float((best == torch.tensor(drawn).T).float().mean())
     print(f"top-1 agreement {same:.4f}")
-    assert same > (0.95 if batch <= GEMV_TOKENS else 0.93)
+    assert same > 0.95
 
 
 def test_quantization_at_load(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from inference_service.kernels import flashinfer_moe
-from inference_service.kernels.expert_tactics import expert_tactics, microseconds
+from inference_service.kernels.expert_tactics import CYCLES_A_S, expert_tactics, microseconds
 from inference_service.kernels.routing import TorchRouting, TritonRouting
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -159,12 +159,18 @@ def test_the_own_kernels_give_equal_bits() -> None:
     assert torch.equal(first[2:3], alone)
 
 
-def test_what_the_host_launches_slowly_is_timed_on_the_device() -> None:
-    x = torch.zeros(1, device="cuda")
+def test_the_device_waits_for_a_slow_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until all is launched, however long that takes."""
+    x, asked, sleep = torch.zeros(1, device="cuda"), list[int](), torch.cuda._sleep
+
+    def wait(cycles: int) -> None:
+        asked.append(cycles)
+        sleep(cycles)  # type: ignore[no-untyped-call]
 
     def run() -> None:
         time.sleep(0.001)
         x.add_(1)
 
-    run()
-    assert microseconds(run, 10) < 300
+    monkeypatch.setattr(torch.cuda, "_sleep", wait)
+    assert microseconds(run, 10) > 0
+    assert asked[-1] > asked[0] and asked[-1] > 0.01 * CYCLES_A_S

@@ -181,7 +181,9 @@ def test_a_comparison_that_was_ended_is_completed(tmp_path: Path, monkeypatch: p
     targets = targets_of({"a": lambda port: stub(port, "--gap-s", "0.01"), "b": lambda port: stub(port, "--gap-s", "0.02")})
     file = write_config(tmp_path, targets, cells="16/8@2", repeats=2, interleave=True, window_s=[0.5, 0.5], processes=1)
     # A GPU of which more is used each second, as where the other server grows: not what a server leaves.
-    (smi := tmp_path / "nvidia-smi").write_text('#!/bin/sh\ncase "$*" in *apps*) ;; *) echo $(( ($(date +%s) % 100000) * 2048 ));; esac\n')
+    (smi := tmp_path / "nvidia-smi").write_text(
+        '#!/bin/sh\ncase "$*" in *apps*) ;; *) echo "0, GPU-a, $(( ($(date +%s) % 100000) * 2048 ))";; esac\n'
+    )
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     run = subprocess.Popen(command(file), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -1,4 +1,4 @@
-"""`baselines.kernels` on a CPU: whole runs, work by hand, resumed runs, families that die or hang, and the adapters' views of pages."""
+"""`baselines.kernels` on a CPU: whole runs, work by hand, resumed runs, and the adapters' views of pages."""
 
 from __future__ import annotations
 
@@ -23,13 +23,11 @@ from baselines.kernels.fp8 import to_blocks, to_tensor
 from baselines.kernels.gemm import Fp8Gemm, Gemm
 from baselines.kernels.limits import limits_of
 from baselines.kernels.machine import describe_machine, make_bench
-from baselines.kernels.measure import OPERATORS, Family, Job, Message, find_impossible
+from baselines.kernels.measure import OPERATORS, Family, Job, Message
 from baselines.kernels.moe import Fp8Experts, Moe, touched
 from baselines.kernels.record import Record, Result, read
 from baselines.kernels.routing import Routing
 from baselines.kernels.sampling import Sampling
-from baselines.kernels.supervise import Supervisor
-from baselines.kernels.table import tables
 from inference_service.kernels.support import Setting
 
 TINY = {
@@ -57,16 +55,21 @@ TINY = {
 KERNELS = (sys.executable, "-m", "baselines.kernels")
 
 
+def make_tiny(folder: Path) -> Bench:
+    (folder / "config.json").write_text(json.dumps(TINY))
+    return make_bench(None, [f"model.path={folder}", "cache.page_size=16", "device.kind=cpu"])
+
+
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
-    (folder / "config.json").write_text(json.dumps(TINY))
+    make_tiny(folder)
     return folder
 
 
 @pytest.fixture(scope="module")
 def bench(tiny: Path) -> Bench:
-    return make_bench(None, [f"model.path={tiny}", "cache.page_size=16", "device.kind=cpu"])
+    return make_tiny(tiny)
 
 
 @pytest.fixture(scope="module")
@@ -197,104 +200,6 @@ def test_the_bound_is_memory_s_or_compute_s(qwen: Bench) -> None:
     assert bound == "compute" and us == pytest.approx(2 * 8192 * 5120 * 2048 / 989e6)
 
 
-# What is wrong, fails, dies or hangs.
-
-
-class Broken(Norm):
-    """Its backend is wrong, or raises."""
-
-    def backends(self) -> list[Any]:
-        right = next(backend for backend in super().backends() if backend.name == "torch")
-
-        def wrong(made: Any, copies: list[Any], bench: Bench) -> list[Any]:
-            return [lambda: torch.zeros_like(copies[0].x_TC)]
-
-        def failing(made: Any, copies: list[Any], bench: Bench) -> list[Any]:
-            raise RuntimeError("no kernel image is available")
-
-        return [
-            replace(right, row=replace(right.row, backend="zeros"), prepare=wrong),
-            replace(right, row=replace(right.row, backend="raises"), prepare=failing),
-            right,
-        ]
-
-
-def test_a_wrong_result_has_no_time_and_a_failure_does_not_end_the_others(bench: Bench) -> None:
-    found: list[Message] = []
-    with torch.inference_mode():
-        family = Family(Job([], None, [], 60.0), bench, found.append)
-        family.end += 60
-        family.run_operator(Broken(bench))
-    results = [message for message in found if isinstance(message, Result)]
-    statuses = {(result.backend, result.status) for result in results}
-    assert statuses == {("zeros", "wrong"), ("raises", "failed"), ("torch", "measured")}
-    assert all(result.us is None for result in results if result.backend != "torch")
-    assert "RuntimeError: no kernel image is available" in tables(None, results)
-
-
-def test_what_is_left_out_is_said(bench: Bench) -> None:
-    results = measure(bench, "sampling", without=["sort", "xqa"])
-    assert {(result.backend, result.status) for result in results if result.backend in ("sort", "torch")} == {
-        ("sort", "skipped"),
-        ("torch", "measured"),
-    }
-
-
-def test_when_the_time_is_over_the_rest_is_skipped(bench: Bench) -> None:
-    found: list[Message] = []
-    with torch.inference_mode():
-        Family(Job(["norm"], None, [], 0.0), bench, found.append).run()
-    skipped = [message for message in found if isinstance(message, Result) and message.backend == "torch"]
-    assert skipped and {result.status for result in skipped} == {"skipped"} and "time" in skipped[0].reason
-
-
-CHILD = """
-import json, os, signal, sys, time
-job = json.loads(sys.stdin.readline())
-def say(kind, **fields): print(json.dumps(dict(type=kind, operator="moe", **fields)), flush=True)
-gone = {backend for _, backend in job["excluded"]}
-say("begun")
-say("result", backend="torch", case="a", status="measured", us=1.0)
-if "bad" not in gone:
-    say("begun", backend="bad", case="b")
-    ENDING
-say("result", backend="other", case="b", status="measured", us=2.0)
-"""
-
-
-@pytest.mark.parametrize(
-    ("ending", "reason"),
-    [
-        ("os.kill(os.getpid(), signal.SIGSEGV)", "died by SIGSEGV: it said nothing; its other cases"),
-        ("sys.exit('CUDA error: an illegal memory access was encountered')", "exit code 1: CUDA error: an illegal memory access"),
-        ("time.sleep(600)", "hung: no sign of life for 2 s"),
-        ("sys.stdout.write('{\"type'); sys.stdout.flush(); os._exit(9)", "died with exit code 9"),
-        ("print('the device is unusable', file=sys.stderr); sys.exit(3)", "the device is unusable; its other cases"),
-    ],
-)
-def test_a_family_that_dies_or_hangs_ends_in_a_clear_row(bench: Bench, tmp_path: Path, ending: str, reason: str) -> None:
-    record = Record(tmp_path / "file", False, describe_machine(bench))
-    command = [sys.executable, "-c", CHILD.replace("ENDING", ending)]
-    supervisor = Supervisor(record, 2.0, lambda line: None, command)
-    supervisor.run(Job(["moe"], None, [], 60.0), last=True)
-    supervisor.close()
-    results = {(result.backend, result.case): result for result in read(tmp_path / "file")[1]}
-    assert results["bad", "b"].status == "failed" and reason in results["bad", "b"].reason
-    assert results["torch", "a"].us == 1.0
-    assert results["other", "b"].us == 2.0, "the others go on in a new process"
-    assert not supervisor.ready
-    assert reason.split(";")[0] in tables(record.machine, list(record.results.values()))
-
-
-def test_a_family_that_cannot_start_ends_in_a_clear_row(bench: Bench) -> None:
-    record = Record(None, False, describe_machine(bench))
-    supervisor = Supervisor(record, 20.0, lambda line: None, [sys.executable, "-c", "raise ImportError('no such thing')"])
-    supervisor.run(Job(["moe"], None, [], 60.0), last=False)
-    supervisor.close()
-    (result,) = record.results.values()
-    assert (result.backend, result.status) == ("all", "failed") and "ImportError: no such thing" in result.reason
-
-
 # What the adapters give FlashInfer.
 
 
@@ -375,11 +280,6 @@ def test_fp8_restores_what_it_rounds() -> None:
     assert (tensor.float() * scale - weight[0]).norm() / weight[0].norm() < 0.05
 
 
-def test_what_is_faster_than_the_device_is_no_figure() -> None:
-    assert find_impossible({"us": 9.1, "share": 3.99}) == "took 9.1 us, 4.0 times as fast as this device can"
-    assert not any(find_impossible({"us": 9.1, "share": share}) for share in (None, 0.0, 0.5, 1.05))
-
-
 def test_every_backend_of_an_h200_is_offered_or_refused_with_a_reason(qwen: Bench) -> None:
     """With FlashInfer and Triton at hand, but neither cuDNN's frontend nor vLLM."""
     versions = {"flashinfer": "0.6.13", "triton": "3.6.0", "cuda": "13.0", "nvcc": "13.0"}
@@ -396,5 +296,10 @@ def test_every_backend_of_an_h200_is_offered_or_refused_with_a_reason(qwen: Benc
     assert [able[f"attention_{part}"] for part in ("decode", "prefill", "mixed")] == [decode, prefill, mixed]
     assert able["moe"] == {"triton", "cutlass", "cutlass-default", "torch"} and able["moe_fp8"] == {"triton", "cutlass"}
     assert able["gemm"] == {"torch", "triton", "tinygemm"} and able["gemm_fp8"] == {"triton", "cublas", "deepgemm"}
+    own = [next(each for each in cls(qwen).backends() if each.name == "triton") for cls in (Fp8Gemm, Fp8Experts)]
+    assert [[bool(each.limit(Case("", {"tokens": tokens}))) for tokens in (128, 256, 2048)] for each in own] == [
+        [False, False, True],
+        [False, True, True],
+    ]
     assert able["sampling"] == {"triton", "flashinfer", "flashinfer-own", "torch", "sort"}
     assert able["routing"] == {"triton", "torch"} and able["kv_append"] == {"triton", "torch", "flashinfer"}

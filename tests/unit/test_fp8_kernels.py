@@ -119,11 +119,17 @@ def test_own_product(tokens: int, outputs: int, inputs: int) -> None:
     assert y.dtype == torch.bfloat16 and error(y, F.linear(x, matrix.dequantize(torch.float32))) < 1e-2
 
 
-@pytest.mark.parametrize(("tokens", "hidden", "experts", "size", "top_k"), [(1, 128, 4, 128, 2), (1, 72, 3, 256, 2)])
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "experts", "size", "top_k", "few"), [(1, 128, 4, 128, 2, 2), (1, 72, 3, 256, 2, 2), (2, 256, 3, 256, 2, 99)]
+)
 @pytest.mark.parametrize("up_first", [False, True])
-def test_own_experts(tokens: int, hidden: int, experts: int, size: int, top_k: int, up_first: bool) -> None:
+def test_own_experts(
+    tokens: int, hidden: int, experts: int, size: int, top_k: int, few: int, up_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`few`: of tokens an expert, below which tiles have 64 rows."""
     triton_fp8 = pytest.importorskip("inference_service.kernels.triton_fp8")
     triton_grouped_fp8 = pytest.importorskip("inference_service.kernels.triton_grouped_fp8")
+    monkeypatch.setattr(triton_grouped_fp8, "FEW_TOKENS", few)
     gate_up, down = random_fp8(experts, 2 * size, hidden), random_fp8(experts, hidden, size)
     x = random_x(tokens, hidden)
     ids, weights = TorchRouting()(torch.randn(tokens, experts), top_k, True)
@@ -155,32 +161,49 @@ def test_own_experts_whose_tokens_are_many(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 COMPILE = """
-import sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from inference_service.kernels.triton_fp8_gemm import STAGES, _gemm_split
+from inference_service.kernels.triton_grouped_fp8 import _down, _gate_up
 
-def build(architecture, tokens):
-    sizes = {"N": 5120, "K": 2048, "BLOCKS": 8, "TOKENS": tokens, "ROWS": 128, "PDL": architecture >= 90}
-    types = {"x_TK": "*bf16", "weight_NK": "*fp8e4nv", "scales": "*fp32", "y_TSN": "*fp32", "tokens": "i32"}
-    aligned = {(place,): [["tt.divisibility", 16]] for place in range(4)}
-    source = ASTSource(_gemm_split, types | dict.fromkeys(sizes, "constexpr"), constexprs=sizes, attrs=aligned)
-    return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options={"num_warps": 4, "num_stages": STAGES[tokens]})
+E4M3 = "x_TC gate_up_E2IC down_ECI weight_NK"
+TYPES = dict.fromkeys(E4M3.split(), "*fp8e4nv") | {"x_TK": "*bf16", "ids_A": "*i32", "pairs": "i32", "tokens": "i32"}
 
-for tokens in STAGES:
-    for architecture in (89, 120):
-        assert build(architecture, tokens).metadata.shared <= 99 * 1024, (architecture, tokens)
-print(build(90, 16).asm["ptx"])
+def build(kernel, architecture, warps, stages, **sizes):
+    sizes |= {"PDL": architecture >= 90}
+    types = {name: TYPES.get(name, "*fp32") for name in kernel.arg_names if name not in sizes}
+    if kernel is _down:
+        types["h_AI"] = "*fp8e4nv"
+    aligned = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name, type in types.items() if type[0] == "*"}
+    signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
+    source = ASTSource(kernel, signature, constexprs=sizes, attrs=aligned)
+    return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options={"num_warps": warps, "num_stages": stages})
+
+def variants(architecture):
+    for tokens in STAGES:
+        for rows in (64, 128):
+            yield build(_gemm_split, architecture, 4, STAGES[tokens], N=5120, K=2048, BLOCKS=8, TOKENS=tokens, ROWS=rows)
+    for rows, warps, stages in (64, 4, 4), (128, 8, 3):
+        sizes = {"PAIRS": 256, "C": 2048, "I": 768, "TOKENS": 16, "ROWS": rows}
+        yield build(_gate_up, architecture, warps, stages, K=8, UP_FIRST=True, **sizes)
+        yield build(_down, architecture, warps, stages, **sizes)
+
+for architecture in (89, 120):
+    for kernel in variants(architecture):
+        assert kernel.metadata.shared <= 99 * 1024, (architecture, kernel.metadata)
+for kernel in variants(90):
+    ptx = kernel.asm["ptx"]
+    assert "wgmma.mma_async.sync.aligned.m64n" in ptx and ".f32.e4m3.e4m3" in ptx and "mma.sync" not in ptx
+    assert "cp.async.cg.shared.global" in ptx
+    before, after = ptx.split("griddepcontrol.wait", 1)
+    assert "cp.async.cg" not in before and "st.global" in after
 """
 
 
 def test_what_is_compiled() -> None:
-    """On Hopper, tensor cores take the weight as it lies: copied to shared memory by no register, and converted nowhere. Elsewhere it fits."""
+    """On Hopper, tensor cores take the weight as it lies: copied to shared memory by no register, converted nowhere. Elsewhere it fits."""
     pytest.importorskip("triton")
     environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
-    ptx = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=True, timeout=120).stdout
-    assert "wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3" in ptx and "mma.sync" not in ptx
-    assert "cp.async.cg.shared.global" in ptx and "ld.global.v4" not in ptx
-    before, after = ptx.split("griddepcontrol.wait", 1)
-    assert "cp.async.cg" not in before and "st.global" in after
+    ran = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stderr
