@@ -21,8 +21,8 @@ from inference_service.kernels.support_row import FLASHINFER, GPUS, HALVES, NO_G
 PAIRS = (("xqa", "fa3"), ("xqa", "fmha_v2"), ("triton", "fa3"), ("fa2", "fa2"), ("torch", "torch"))
 """Decode and prefill backends that share a mixed step, one after the other."""
 FUSED = ("pod", "batch_pod", "batch_attention")
-POD_NOTE = "the chunk's keys and values lie without pages; what clears its counters runs on the default stream, which no graph holds"
 """Served backends whose calls plan on the host; here adapters plan once."""
+POD_NOTE = "the chunk's keys and values lie without pages; what clears its counters runs on the default stream, which no graph holds"
 OWN_PAGES = 4
 """How many pages a row does not share, where it shares the others."""
 LARGEST_GATHER = 4 << 30

@@ -9,6 +9,8 @@ E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
 """Of E4M3's values."""
 BLOCK = 128
+IN_BLOCKS = "blocks of 128 x 128; inputs are quantized within"
+OWN_IN_BLOCKS = f"{IN_BLOCKS}, from 3 tokens on"
 
 
 def to_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from baselines.kernels.case import FP8_TOLERANCE, TENSORRT_LLM, Backend, Bench, Call, Case, Operator, Work, absent
-from baselines.kernels.fp8 import E4M3, to_blocks, to_tensor
+from baselines.kernels.fp8 import E4M3, IN_BLOCKS, OWN_IN_BLOCKS, to_blocks, to_tensor
 from inference_service.kernels import support
 from inference_service.kernels.flashinfer_fp8 import TritonFp8Gemm
 from inference_service.kernels.fp8 import BlockFp8
@@ -25,6 +25,7 @@ from inference_service.kernels.support_row import FLASHINFER, GPUS, HALVES, NO_H
 GEMV_TOKENS = 8
 """Beyond so many tokens the own matrix-vector kernel is not run."""
 OWN_FP8_TOKENS = 256
+"""Likewise the own kernels for weights in FP8, which are for some dozens."""
 FP8_GPUS = frozenset({"sm_89", "sm_90", "sm_100", "sm_103", "sm_110", "sm_120", "sm_121"})
 BLACKWELL_ONLY = "FlashInfer's group-wise and block-scaled FP8 products by CUTLASS are for sm_100 and newer"
 
@@ -137,15 +138,9 @@ class Fp8Gemm(Gemm):
         elsewhere = Row(self.name, "cutlass", absent, frozenset(), HALVES, BLACKWELL_ONLY)
         own = replace(next(row for row in support.rows(self.name) if row.backend == "triton"), make=OwnBlockGemm)
         return [
-            Backend(
-                own,
-                packed,
-                up_to(OWN_FP8_TOKENS),
-                tolerance=FP8_TOLERANCE,
-                note="blocks of 128 x 128; inputs are quantized within, from 3 tokens on",
-            ),
+            Backend(own, packed, up_to(OWN_FP8_TOKENS), FP8_TOLERANCE, note=OWN_IN_BLOCKS),
             Backend(scaled, self._scaled, tolerance=FP8_TOLERANCE, note="one scale a tensor; inputs are in FP8 already"),
-            Backend(block, packed, tolerance=FP8_TOLERANCE, note="blocks of 128 x 128; inputs are quantized within"),
+            Backend(block, packed, tolerance=FP8_TOLERANCE, note=IN_BLOCKS),
             Backend(replace(block, backend="tensorrt-llm", make=TrtllmBlockGemm, requires=TENSORRT_LLM), packed, tolerance=FP8_TOLERANCE),
             Backend(elsewhere, packed),
         ]

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baselines.kernels.case import FP8_TOLERANCE, NO_VLLM, VLLM, Backend, Bench, Call, Case, Operator, Work, absent
-from baselines.kernels.fp8 import to_blocks
+from baselines.kernels.fp8 import IN_BLOCKS, OWN_IN_BLOCKS, to_blocks
+from baselines.kernels.gemm import up_to
 from inference_service.execution.tuning import describe, load_tuning
 from inference_service.kernels import support
 from inference_service.kernels.expert_tactics import Pair, expert_tactics
@@ -163,10 +164,8 @@ class Fp8Experts(Moe):
         elsewhere = Row(self.name, "trtllm-gen", absent, frozenset(), HALVES, GEN)
         own = replace(next(row for row in support.rows(self.name) if row.backend == "triton"), make=OwnFp8Moe)
         return [
-            Backend(
-                own, self._prepare, _one_launch, FP8_TOLERANCE, note="blocks of 128 x 128; inputs are quantized within, from 3 tokens on"
-            ),
-            Backend(row, self._prepare_untuned, tolerance=FP8_TOLERANCE, note="blocks of 128 x 128; inputs are quantized within"),
+            Backend(own, self._prepare, up_to(OWN_FP8_TOKENS), FP8_TOLERANCE, note=OWN_IN_BLOCKS),
+            Backend(row, self._prepare_untuned, tolerance=FP8_TOLERANCE, note=IN_BLOCKS),
             Backend(elsewhere, self._prepare),
         ]
 
@@ -181,10 +180,6 @@ def _with_tactics(tactics: dict[int, Pair], call: Call) -> Call:
 
 def _few(case: Case) -> str:
     return "" if case.sizes["tokens"] <= GEMV_TOKENS else f"reads an expert once a token; not run beyond {GEMV_TOKENS}"
-
-
-def _one_launch(case: Case) -> str:
-    return "" if case.sizes["tokens"] <= OWN_FP8_TOKENS else f"is made for some dozens of tokens; not run beyond {OWN_FP8_TOKENS}"
 
 
 class OwnFp8Moe(TritonFp8Moe):

@@ -123,11 +123,11 @@ class Fa3Prefill(Fa2Prefill):
 
 def split_bytes(kv_P2HSD: Tensor, heads: int) -> int:
     """What FA2 needs for partial outputs and their sums where contexts are split: 2 tiles of 128 rows a multiprocessor and query head of a
-    group, in float32. At least 16 MiB, which other kernels take as enough."""
+    group, in float32. FA3 does not split contexts."""
     device, kv_heads, head_dim = kv_P2HSD.device, kv_P2HSD.shape[2], kv_P2HSD.shape[4]
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
     tiles = 2 * multiprocessors * -(-heads // kv_heads)
-    return max(16 << 20, tiles * 128 * (head_dim + 1) * 4 + 1024)
+    return tiles * 128 * (head_dim + 1) * 4 + 1024
 
 
 @cache

@@ -30,11 +30,13 @@ def loop_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
 def nearest_e4m3(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's interpreter drops the carry of a float32 that FP8 rounds up to the next power of two, and takes ties away from zero."""
     interpreter = pytest.importorskip("triton.runtime.interpreter")
+    from inference_service.kernels.fp8 import saturated
+
     convert: Callable[..., Any] = interpreter._convert_float
 
     def converted(values: Any, source: Any, target: Any, rounding: Any) -> Any:
         if (source.name, target.name) != ("fp32", "fp8e4nv"):
             return convert(values, source, target, rounding)
-        return torch.from_numpy(values).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+        return saturated(torch.from_numpy(values)).view(torch.uint8).numpy()
 
     monkeypatch.setattr(interpreter, "_convert_float", converted)

@@ -43,7 +43,7 @@ def random_fp8(*shape: int) -> BlockFp8:
 
 def rounded(x: Tensor) -> Tensor:
     """Each 128 values rounded to E4M3 with a scale of their own."""
-    blocked = x.float().view(*x.shape[:-1], -1, BLOCK)
+    blocked = x.float().view(*x.shape[:-1], x.shape[-1] // BLOCK, BLOCK)
     scales = blocked.abs().amax(-1, keepdim=True).clamp(min=1e-30) / LARGEST
     return (saturated(blocked / scales).float() * scales).view(x.shape)
 
