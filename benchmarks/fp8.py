@@ -18,11 +18,11 @@ from torch import Tensor
 
 from baselines.kernels.timing import measure
 from inference_service.kernels.flashinfer_fp8 import CutlassFp8Moe, DeepGemmFp8
-from inference_service.kernels.flashinfer_moe import GemvOrCutlassMoe
+from inference_service.kernels.flashinfer_moe import TritonOrCutlassMoe
 from inference_service.kernels.fp8 import E4M3, BlockFp8, as_bytes, quantize
 from inference_service.kernels.triton_fp8 import gemv_fp8, moe_gemv_fp8
-from inference_service.kernels.triton_fp8_gemm import gemm_fp8_split
-from inference_service.kernels.triton_grouped_fp8 import moe_grouped_fp8
+from inference_service.kernels.triton_grouped import moe_grouped_fp8
+from inference_service.kernels.triton_split_gemm import gemm_fp8_split
 
 PRODUCTS = {"qkv": (5120, 2048), "o": (2048, 4096), "gate_up": (22016, 2048), "down": (2048, 11008)}
 EXPERTS, SIZE, HIDDEN, TOP_K = 128, 768, 2048, 8
@@ -63,7 +63,7 @@ def show_experts(tokens: int, layers: Sequence[tuple[Tensor, Tensor]], packed: S
         ]
         for kernel in (moe_gemv_fp8, moe_grouped_fp8)
     )
-    makes: list[tuple[Any, Any]] = [(CutlassFp8Moe(), packed), (GemvOrCutlassMoe(), layers)]
+    makes: list[tuple[Any, Any]] = [(CutlassFp8Moe(), packed), (TritonOrCutlassMoe(), layers)]
     cutlass, plain = ([partial(moe, x_TC, *layer, ids_TK, weights_TK) for layer, ids_TK in zip(of, ids, strict=True)] for moe, of in makes)
     distinct = sum(len(set(each.flatten().tolist())) for each in ids) / len(ids)
     show("experts", tokens, distinct * 3 * SIZE * HIDDEN, gemv, own, cutlass, plain)

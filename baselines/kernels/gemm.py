@@ -19,13 +19,11 @@ from baselines.kernels.fp8 import E4M3, IN_BLOCKS, OWN_IN_BLOCKS, to_blocks, to_
 from inference_service.kernels import support
 from inference_service.kernels.flashinfer_fp8 import TritonFp8Gemm
 from inference_service.kernels.fp8 import BlockFp8
-from inference_service.kernels.small_gemm import TINY_TOKENS
+from inference_service.kernels.small_gemm import TINY_TOKENS, TritonGemm
 from inference_service.kernels.support_row import FLASHINFER, GPUS, HALVES, NO_HALF, NO_TRITON, TRITON, Row
 
-GEMV_TOKENS = 8
-"""Beyond so many tokens the own matrix-vector kernel is not run."""
-OWN_FP8_TOKENS = 256
-"""Likewise the own kernels for weights in FP8, which are for some dozens."""
+OWN_TOKENS, OWN_FP8_TOKENS = 128, 256
+"""Beyond so many tokens the own kernels are not run, which are for some dozens; likewise those for weights in FP8."""
 FP8_GPUS = frozenset({"sm_89", "sm_90", "sm_100", "sm_103", "sm_110", "sm_120", "sm_121"})
 BLACKWELL_ONLY = "FlashInfer's group-wise and block-scaled FP8 products by CUTLASS are for sm_100 and newer"
 
@@ -34,22 +32,6 @@ BLACKWELL_ONLY = "FlashInfer's group-wise and block-scaled FP8 products by CUTLA
 class Product:
     x_TK: Tensor
     weight_NK: Tensor
-
-
-class OwnGemv:
-    """The own Triton matrix-vector kernel, whatever the number of tokens."""
-
-    def __init__(self) -> None:
-        from inference_service.kernels import triton_gemm
-
-        self._gemv: Any = triton_gemm.gemv
-
-    def pack(self, weight_NK: Tensor) -> Tensor:
-        return weight_NK
-
-    def __call__(self, x_TK: Tensor, packed: Tensor, bias_N: None) -> Tensor:
-        y_TN: Tensor = self._gemv(x_TK, packed, bias_N)
-        return y_TN
 
 
 def packed(made: Any, copies: list[Product], bench: Bench) -> list[Call]:
@@ -107,10 +89,10 @@ class Gemm(Operator):
 
     def backends(self) -> list[Backend]:
         rows = {row.backend: row for row in support.rows(self.name)}
-        own = Row(self.name, "triton", OwnGemv, GPUS - {"sm_75"}, HALVES, NO_TRITON, NO_HALF, requires=TRITON)
+        own = Row(self.name, "triton", TritonGemm, GPUS - {"sm_75"}, HALVES, NO_TRITON, NO_HALF, requires=FLASHINFER | TRITON)
         return [
             Backend(rows["torch"], packed, note="cuBLAS on a GPU"),
-            Backend(own, packed, up_to(GEMV_TOKENS)),
+            Backend(own, packed, up_to(OWN_TOKENS)),
             Backend(rows["onednn"], packed),
             Backend(rows["cute-dsl"], packed),
             Backend(rows["tinygemm"], packed, up_to(TINY_TOKENS)),

@@ -24,10 +24,8 @@ from inference_service.kernels.flashinfer_fp8 import TritonFp8Moe
 from inference_service.kernels.fp8 import BlockFp8
 from inference_service.kernels.support_row import FLASHINFER, GPUS, HALVES, NO_HALF, Row
 
-GEMV_TOKENS = 32
-"""Beyond so many tokens the kernels that read an expert once a token are not run."""
-OWN_FP8_TOKENS = 128
-"""Likewise of those that have all pairs of a token and an expert in registers."""
+OWN_TOKENS = 128
+"""Beyond so many tokens the own kernels are not run, which have all pairs of a token and an expert in registers."""
 GEN = "FlashInfer has it for sm_100 and sm_103"
 BLOCK_ONLY = "FlashInfer's block-scaled FP8 experts of CUTLASS are for sm_90"
 
@@ -102,7 +100,7 @@ class Moe(Operator):
         elsewhere = Row(self.name, "trtllm-gen", absent, frozenset(), HALVES, GEN)
         vllm = Row(self.name, "vllm-triton", VllmMoe, GPUS - {"sm_75"}, HALVES, NO_VLLM, NO_HALF, requires=VLLM)
         return [
-            Backend(rows["triton"], self._prepare, _few),
+            Backend(rows["triton"], self._prepare, up_to(OWN_TOKENS)),
             Backend(rows["cutlass"], self._prepare_tuned, note="tactics measured for the whole operator"),
             Backend(replace(rows["cutlass"], backend="cutlass-default"), self._prepare_untuned, note="FlashInfer's default tactics"),
             Backend(rows["torch"], self._prepare),
@@ -164,7 +162,7 @@ class Fp8Experts(Moe):
         elsewhere = Row(self.name, "trtllm-gen", absent, frozenset(), HALVES, GEN)
         own = replace(next(row for row in support.rows(self.name) if row.backend == "triton"), make=OwnFp8Moe)
         return [
-            Backend(own, self._prepare, up_to(OWN_FP8_TOKENS), FP8_TOLERANCE, note=OWN_IN_BLOCKS),
+            Backend(own, self._prepare, up_to(OWN_TOKENS), FP8_TOLERANCE, note=OWN_IN_BLOCKS),
             Backend(row, self._prepare_untuned, tolerance=FP8_TOLERANCE, note=IN_BLOCKS),
             Backend(elsewhere, self._prepare),
         ]
@@ -176,10 +174,6 @@ def _with_tactics(tactics: dict[int, Pair], call: Call) -> Call:
         return call()
 
     return run
-
-
-def _few(case: Case) -> str:
-    return "" if case.sizes["tokens"] <= GEMV_TOKENS else f"reads an expert once a token; not run beyond {GEMV_TOKENS}"
 
 
 class OwnFp8Moe(TritonFp8Moe):

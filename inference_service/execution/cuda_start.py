@@ -115,7 +115,8 @@ def _warm_up(executor: CudaExecutor, config: Config) -> None:
     log-probabilities too, which make steps run eagerly that a graph would compute, and with changed logits, which are float32."""
     batch = config.batch
     decodes = min(3, batch.max_requests - 1)
-    lengths = {1, 3, 17, 128, 500, 1024, batch.prefill_tokens, batch.step_tokens}
+    # Own kernels for few tokens are compiled for ranges of their number that double at least.
+    lengths = {1, 3, 6, 12, 17, 24, 40, 48, 96, 128, 500, 1024, batch.prefill_tokens, batch.step_tokens}
     for length in sorted(length for length in lengths if length <= batch.step_tokens):
         for logprobs in (-1, 1):
             executor.prefill(length, logprobs=logprobs)

@@ -37,10 +37,10 @@ class TritonFp8Gemm:
     """The own Triton kernels."""
 
     def __init__(self) -> None:
-        from inference_service.kernels import triton_fp8, triton_fp8_gemm
+        from inference_service.kernels import triton_fp8, triton_split_gemm
 
         self._gemv: Any = triton_fp8.gemv_fp8
-        self._split: Any = triton_fp8_gemm.gemm_fp8_split
+        self._split: Any = triton_split_gemm.gemm_fp8_split
 
     def __call__(self, x_TK: Tensor, weight: BlockFp8) -> Tensor:
         product = self._gemv if len(x_TK) <= GEMV_TOKENS else self._split
@@ -80,10 +80,10 @@ class TritonFp8Moe:
     halves = ("up", "gate")
 
     def __init__(self) -> None:
-        from inference_service.kernels import triton_fp8, triton_grouped_fp8
+        from inference_service.kernels import triton_fp8, triton_grouped
 
         self._gemv: Any = triton_fp8.moe_gemv_fp8
-        self._grouped: Any = triton_grouped_fp8.moe_grouped_fp8
+        self._grouped: Any = triton_grouped.moe_grouped_fp8
 
     def __call__(self, x_TC: Tensor, gate_up: BlockFp8, down: BlockFp8, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         kernels = self._gemv if len(x_TC) <= GEMV_TOKENS or x_TC.shape[1] % BLOCK else self._grouped

@@ -1,4 +1,4 @@
-"""Experts on a GPU: FlashInfer's CUTLASS kernels for many tokens, own matrix-vector kernels for a few.
+"""Experts on a GPU: FlashInfer's CUTLASS kernels for many tokens, own kernels for fewer.
 
 Shapes: T tokens, C hidden size, E experts, K experts a token, I an expert's intermediate size.
 """
@@ -10,9 +10,13 @@ from typing import Any
 from torch import Tensor
 
 from inference_service.kernels.moe import ClampedSwiglu
+from inference_service.kernels.support_row import HALVES
 
-GEMV_TOKENS = 8
-"""Up to so many tokens the matrix-vector kernels are faster than CUTLASS (python -m baselines.kernels --operators moe)."""
+GEMV_SHARE = 1 / 3
+"""Up to so many pairs of a token and an expert for each expert, few experts are chosen twice, and to stream them once a pair is faster than
+to find the pairs of each (python -m baselines.kernels --operators moe)."""
+OWN_PAIRS, OWN_TOKENS = 512, 8
+"""Up to so many pairs, and tokens an expert on average, the own kernels are faster than CUTLASS."""
 
 
 class CutlassMoe:
@@ -37,15 +41,17 @@ class CutlassMoe:
         return self._ops.cutlass_moe(x_TC, gate_up, down, ids_TK, weights_TK)
 
 
-class GemvMoe:
-    """The own Triton kernels, which stream each chosen expert once a token: for a few tokens."""
+class TritonMoe:
+    """The own Triton kernels: for a few tokens those that stream each chosen expert once a token, else once for all."""
 
     halves = ("up", "gate")
 
     def __init__(self) -> None:
-        from inference_service.kernels import triton_moe
+        from inference_service.kernels import triton_grouped, triton_moe
 
         self._gemv: Any = triton_moe.moe_gemv
+        self._grouped: Any = triton_grouped.moe_grouped
+        self._block = triton_grouped.BLOCK
 
     def pack(self, gate_up_E2IC: Tensor, down_ECI: Tensor) -> tuple[Tensor, Tensor]:
         return gate_up_E2IC, down_ECI
@@ -54,17 +60,20 @@ class GemvMoe:
         self, x_TC: Tensor, gate_up: Tensor, down: Tensor, ids_TK: Tensor, weights_TK: Tensor, clamped: ClampedSwiglu | None = None
     ) -> Tensor:
         assert clamped is None
-        y_TC: Tensor = self._gemv(x_TC, gate_up, down, ids_TK, weights_TK, up_first=True)
+        experts, hidden, size = down.shape
+        fits = not (hidden % self._block or size % self._block) and x_TC.dtype in HALVES
+        kernels = self._grouped if fits and ids_TK.numel() > GEMV_SHARE * experts else self._gemv
+        y_TC: Tensor = kernels(x_TC, gate_up, down, ids_TK, weights_TK, up_first=True)
         return y_TC
 
 
-class GemvOrCutlassMoe:
+class TritonOrCutlassMoe:
     """The one or the other by the number of tokens, which the host knows."""
 
     halves = ("up", "gate")
 
     def __init__(self) -> None:
-        self._few, self._many = GemvMoe(), CutlassMoe()
+        self._few, self._many = TritonMoe(), CutlassMoe()
 
     def pack(self, gate_up_E2IC: Tensor, down_ECI: Tensor) -> tuple[Tensor, Tensor]:
         return gate_up_E2IC, down_ECI
@@ -73,5 +82,5 @@ class GemvOrCutlassMoe:
         self, x_TC: Tensor, gate_up: Tensor, down: Tensor, ids_TK: Tensor, weights_TK: Tensor, clamped: ClampedSwiglu | None = None
     ) -> Tensor:
         assert clamped is None
-        moe = self._few if len(x_TC) <= GEMV_TOKENS else self._many
+        moe = self._few if ids_TK.numel() <= min(OWN_PAIRS, OWN_TOKENS * len(down)) else self._many
         return moe(x_TC, gate_up, down, ids_TK, weights_TK)

@@ -270,7 +270,7 @@ TABLE: tuple[Row, ...] = (
     Row(
         "moe",
         "triton+cutlass",
-        flashinfer_moe.GemvOrCutlassMoe,
+        flashinfer_moe.TritonOrCutlassMoe,
         architectures=CUTLASS_MOE,
         dtypes=HALVES,
         elsewhere=NO_CUTLASS_MOE,
@@ -293,7 +293,7 @@ TABLE: tuple[Row, ...] = (
     Row(
         "moe",
         "triton",
-        flashinfer_moe.GemvMoe,
+        flashinfer_moe.TritonMoe,
         architectures=GPUS - {"sm_75"},
         elsewhere=NO_TRITON,
         lacks=frozenset({CLAMPED_EXPERTS}),
@@ -311,7 +311,7 @@ TABLE: tuple[Row, ...] = (
     Row(
         "gemm",
         "triton+cublas",
-        small_gemm.GemvOrCublasGemm,
+        small_gemm.TritonOrCublasGemm,
         architectures=GPUS - {"sm_75"},
         dtypes=HALVES,
         elsewhere=NO_TRITON,

@@ -21,7 +21,10 @@ from inference_service.kernels.triton_launch import block, dependent_launch, div
 
 @dataclass(frozen=True)
 class Tiles:
-    """How the two kernels cut their work: weight rows and warps of a block, and the columns of a load."""
+    """How the two kernels cut their work: weight rows and warps of a block, and the columns of a load.
+
+    Down's are masked at the end rather than fewer: with 1,408 an expert's 128 at a time took a third longer than 256.
+    """
 
     gate_up_rows: int = 2
     gate_up_columns: int = 1024
@@ -156,7 +159,7 @@ def launch(
         I=size,
         K=top_k,
         ROWS=rows,
-        BLOCK=block(size, tiles.down_columns),
+        BLOCK=min(tiles.down_columns, triton.next_power_of_2(size)),
         num_warps=tiles.down_warps,
         **dependent,
     )

@@ -12,11 +12,16 @@ from torch import Tensor
 
 from inference_service.kernels.flashinfer_elementwise import CublasGemm
 from inference_service.kernels.gemm import TorchGemm
-from inference_service.kernels.small_gemm import GemvOrCublasGemm
+from inference_service.kernels.small_gemm import TritonGemm, TritonOrCublasGemm
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
-BACKENDS: dict[str, Callable[[], Any]] = {"torch": TorchGemm, "cublas": CublasGemm, "triton+cublas": GemvOrCublasGemm}
+BACKENDS: dict[str, Callable[[], Any]] = {
+    "torch": TorchGemm,
+    "cublas": CublasGemm,
+    "triton": TritonGemm,
+    "triton+cublas": TritonOrCublasGemm,
+}
 SHAPES = {
     "router": (128, 2048),
     "qkv": (5120, 2048),
@@ -33,7 +38,7 @@ def error(out: Tensor, expected: Tensor) -> float:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("tokens", [1, 2, 8, 33])
+@pytest.mark.parametrize("tokens", [1, 2, 8, 17, 33, 70])
 @pytest.mark.parametrize("biased", [False, True])
 def test_linear(backend: str, shape: str, tokens: int, biased: bool) -> None:
     outputs, inputs = SHAPES[shape]
@@ -47,21 +52,20 @@ def test_linear(backend: str, shape: str, tokens: int, biased: bool) -> None:
     assert error(y, F.linear(x.float(), weight.float(), None if bias is None else bias.float())) < 1e-2
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 3, 8])
+@pytest.mark.parametrize("tokens", [1, 2, 3, 8, 33])
 @pytest.mark.parametrize("shape", ["router", "qkv", "o", "odd"])
-def test_the_own_kernel_in_a_cuda_graph(shape: str, tokens: int) -> None:
-    from inference_service.kernels.triton_gemm import gemv
-
+def test_the_own_kernels_in_a_cuda_graph(shape: str, tokens: int) -> None:
     outputs, inputs = SHAPES[shape]
     x = torch.randn(tokens, inputs, device="cuda", dtype=torch.bfloat16)
     weight = torch.randn(outputs, inputs, device="cuda", dtype=torch.bfloat16)
+    gemm = TritonGemm()
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
-        gemv(x, weight, None)
+        gemm(x, weight, None)
         stream.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
-            y = gemv(x, weight, None)
+            y = gemm(x, weight, None)
         for _ in range(3):
             x.normal_()
             y.fill_(float("nan"))

@@ -25,11 +25,14 @@ def launches(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Itera
 
     for outputs, inputs, tokens, biased in ((33, 100, 3, True), (128, 256, 1, False), (7, 17, 2, False)):
         yield "gemv", (random(tokens, inputs), random(outputs, inputs), random(outputs) if biased else None)
+    for outputs, inputs, tokens, biased in ((192, 640, 3, True), (64, 128, 67, False)):
+        yield "gemm_split", (random(tokens, inputs), random(outputs, inputs), random(outputs) if biased else None)
     for experts, top_k in ((9, 2), (60, 4), (128, 8)):
         yield "route", (random(5, experts), top_k, experts == 9)
-    for hidden, size in ((100, 36), (128, 64)):
+    for hidden, size in ((100, 36), (128, 64), (128, 256)):
         ids, weights = ints(2, 0, 1, 2).view(2, 2), random(2, 2, of=torch.float32)
-        yield "moe_gemv", (random(2, hidden), random(3, 2 * size, hidden), random(3, hidden, size), ids, weights, hidden == 100)
+        for name in ("moe_gemv", "moe_grouped") if size == 256 else ("moe_gemv",):
+            yield name, (random(2, hidden), random(3, 2 * size, hidden), random(3, hidden, size), ids, weights, hidden == 100)
     for outputs, inputs in ((64, 256), (192, 384)):
         yield "gemv_fp8", (random(2, inputs), random(outputs, inputs, of=E4M3), random(blocks(outputs), inputs // BLOCK, of=torch.float32))
     for tokens, outputs, inputs, splits in ((3, 192, 640, 8), (67, 64, 256, 1)):

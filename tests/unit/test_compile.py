@@ -15,7 +15,7 @@ from torch import Tensor
 from inference_service.kernels.attention import SplitAttention, StepLayout
 from inference_service.kernels.attention_mixed import TorchPagedAttention, TritonDecode, TritonPagedAttention
 from inference_service.kernels.attention_torch import TorchDecode, TorchPrefill
-from inference_service.kernels.flashinfer_moe import GemvMoe
+from inference_service.kernels.flashinfer_moe import TritonMoe
 from inference_service.kernels.gemm import TorchGemm
 from inference_service.kernels.kv_append import TorchKvAppend, TritonKvAppend
 from inference_service.kernels.moe import TorchMoe
@@ -51,7 +51,7 @@ def own_operators() -> Operators:
         attention_mixed=TritonPagedAttention(),
         kv_append=TritonKvAppend(),
         routing=TritonRouting(),
-        moe=GemvMoe(),
+        moe=TritonMoe(),
         gemm=TorchGemm(),
         norm=TorchNorm(),
         sampling=TritonSampling(),

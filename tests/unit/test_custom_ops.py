@@ -18,9 +18,8 @@ def import_own() -> None:
     """What registers the operators of the own kernels."""
     from inference_service.kernels import (  # noqa: F401
         triton_fp8,
-        triton_fp8_gemm,
         triton_gemm,
-        triton_grouped_fp8,
+        triton_grouped,
         triton_grouped_routing,
         triton_input_routing,
         triton_kv_append,
@@ -30,6 +29,7 @@ def import_own() -> None:
         triton_paged,
         triton_routing,
         triton_sampling,
+        triton_split_gemm,
     )
 
 
@@ -51,7 +51,8 @@ def test_own_operators_do_what_they_declare() -> None:
         seen.add(name)
     latent = {"route_grouped", "route_input", "mla_attend", "mla_append"}
     fp8 = {"gemv_fp8", "gemm_fp8_split", "moe_gemv_fp8", "moe_grouped_fp8"}
-    assert seen == latent | fp8 | {"gemv", "route", "moe_gemv", "append", "attend", "greedy", "draw"}
+    products = {"gemv", "gemm_split", "moe_gemv", "moe_grouped"}
+    assert seen == latent | fp8 | products | {"route", "append", "attend", "greedy", "draw"}
 
 
 class Dispatched(TorchDispatchMode):  # type: ignore[no-untyped-call]

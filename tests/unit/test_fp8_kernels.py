@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -60,7 +57,7 @@ def rounding_experts(x: Tensor, gate_up: BlockFp8, down: BlockFp8, ids: Tensor, 
 
 
 def product(x: Tensor, matrix: BlockFp8, **options: int) -> Tensor:
-    kernels = pytest.importorskip("inference_service.kernels.triton_fp8_gemm")
+    kernels = pytest.importorskip("inference_service.kernels.triton_split_gemm")
     y: Tensor = kernels.gemm_fp8_split(x, matrix.values, matrix.scales, **options)
     return y
 
@@ -106,7 +103,7 @@ def test_no_tokens() -> None:
 
 @pytest.mark.parametrize(("blocks", "splits", "found"), [(16, 4, 4), (16, 16, 2), (1, 8, 1), (11, 4, 3), (5, 9, 2)])
 def test_how_blocks_are_split(blocks: int, splits: int, found: int) -> None:
-    kernels = pytest.importorskip("inference_service.kernels.triton_fp8_gemm")
+    kernels = pytest.importorskip("inference_service.kernels.triton_split_gemm")
     assert kernels.blocks_of_split(blocks, splits) == found
 
 
@@ -128,8 +125,8 @@ def test_own_experts(
 ) -> None:
     """`few`: of tokens an expert, below which tiles have 64 rows."""
     triton_fp8 = pytest.importorskip("inference_service.kernels.triton_fp8")
-    triton_grouped_fp8 = pytest.importorskip("inference_service.kernels.triton_grouped_fp8")
-    monkeypatch.setattr(triton_grouped_fp8, "FEW_TOKENS", few)
+    triton_grouped = pytest.importorskip("inference_service.kernels.triton_grouped")
+    monkeypatch.setattr(triton_grouped, "FEW_TOKENS", few)
     gate_up, down = random_fp8(experts, 2 * size, hidden), random_fp8(experts, hidden, size)
     x = random_x(tokens, hidden)
     ids, weights = TorchRouting()(torch.randn(tokens, experts), top_k, True)
@@ -144,66 +141,17 @@ def test_own_experts(
     assert error(triton_fp8.moe_gemv_fp8(x, *arguments), expected) < 1e-5
     if hidden % BLOCK == 0:
         expected = rounding_experts(x, gate_up, down, ids, weights, up_first)
-        assert error(triton_grouped_fp8.moe_grouped_fp8(x, *arguments), expected) < 1e-5
+        assert error(triton_grouped.moe_grouped_fp8(x, *arguments), expected) < 1e-5
 
 
 def test_own_experts_whose_tokens_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
     """More of one expert's than a block holds, none of another's, and more than a launch takes."""
-    triton_grouped_fp8 = pytest.importorskip("inference_service.kernels.triton_grouped_fp8")
+    triton_grouped = pytest.importorskip("inference_service.kernels.triton_grouped")
     gate_up, down, x = random_fp8(3, 256, 128), random_fp8(3, 128, 128), torch.randn(23, 128)
     ids = torch.tensor([[0, 2]] * 20 + [[2, 0]] * 3, dtype=torch.int32)
     weights = torch.rand(23, 2)
     arguments = gate_up.values, gate_up.scales, down.values, down.scales, ids, weights, False
     expected = rounding_experts(x, gate_up, down, ids, weights, up_first=False)
-    for pairs in (triton_grouped_fp8.PAIR_CLASSES, (16, 32)):
-        monkeypatch.setattr(triton_grouped_fp8, "PAIR_CLASSES", pairs)
-        assert error(triton_grouped_fp8.moe_grouped_fp8(x, *arguments), expected) < 1e-5
-
-
-COMPILE = """
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from inference_service.kernels.triton_fp8_gemm import STAGES, _gemm_split
-from inference_service.kernels.triton_grouped_fp8 import _down, _gate_up
-
-E4M3 = "x_TC gate_up_E2IC down_ECI weight_NK"
-TYPES = dict.fromkeys(E4M3.split(), "*fp8e4nv") | {"x_TK": "*bf16", "ids_A": "*i32", "pairs": "i32", "tokens": "i32"}
-
-def build(kernel, architecture, warps, stages, **sizes):
-    sizes |= {"PDL": architecture >= 90}
-    types = {name: TYPES.get(name, "*fp32") for name in kernel.arg_names if name not in sizes}
-    if kernel is _down:
-        types["h_AI"] = "*fp8e4nv"
-    aligned = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name, type in types.items() if type[0] == "*"}
-    signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
-    source = ASTSource(kernel, signature, constexprs=sizes, attrs=aligned)
-    return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options={"num_warps": warps, "num_stages": stages})
-
-def variants(architecture):
-    for tokens in STAGES:
-        for rows in (64, 128):
-            yield build(_gemm_split, architecture, 4, STAGES[tokens], N=5120, K=2048, BLOCKS=8, TOKENS=tokens, ROWS=rows)
-    for rows, warps, stages in (64, 4, 4), (128, 8, 3):
-        sizes = {"PAIRS": 256, "C": 2048, "I": 768, "TOKENS": 16, "ROWS": rows}
-        yield build(_gate_up, architecture, warps, stages, K=8, UP_FIRST=True, **sizes)
-        yield build(_down, architecture, warps, stages, **sizes)
-
-for architecture in (89, 120):
-    for kernel in variants(architecture):
-        assert kernel.metadata.shared <= 99 * 1024, (architecture, kernel.metadata)
-for kernel in variants(90):
-    ptx = kernel.asm["ptx"]
-    assert "wgmma.mma_async.sync.aligned.m64n" in ptx and ".f32.e4m3.e4m3" in ptx and "mma.sync" not in ptx
-    assert "cp.async.cg.shared.global" in ptx
-    before, after = ptx.split("griddepcontrol.wait", 1)
-    assert "cp.async.cg" not in before and "st.global" in after
-"""
-
-
-def test_what_is_compiled() -> None:
-    """On Hopper, tensor cores take the weight as it lies: copied to shared memory by no register, converted nowhere. Elsewhere it fits."""
-    pytest.importorskip("triton")
-    environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
-    ran = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, timeout=300)
-    assert ran.returncode == 0, ran.stderr
+    for pairs in (triton_grouped.PAIR_CLASSES, (16, 32)):
+        monkeypatch.setattr(triton_grouped, "PAIR_CLASSES", pairs)
+        assert error(triton_grouped.moe_grouped_fp8(x, *arguments), expected) < 1e-5

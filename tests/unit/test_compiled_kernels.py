@@ -1,0 +1,63 @@
+"""What Triton makes of the own products, compiled here for GPUs that are not here."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from inference_service.kernels.triton_grouped import _down, _gate_up
+from inference_service.kernels.triton_split_gemm import FP8_STAGES, STAGES, WIDTHS, _gemm_split
+
+ROUNDED = set("x_TC x_TK h_AI gate_up_E2IC down_ECI weight_NK".split())
+TYPES = {"x_TK": "*bf16", "ids_A": "*i32", "pairs": "i32", "tokens": "i32"}
+
+def build(kernel, architecture, warps, stages, FP8, **sizes):
+    sizes |= {"PDL": architecture >= 90, "FP8": FP8}
+    absent = [] if kernel is not _gemm_split else ["bias_N"]
+    absent += [] if FP8 else [name for name in kernel.arg_names if "scales" in name]
+    sizes |= dict.fromkeys(absent)
+    halves = dict.fromkeys(ROUNDED - {"x_TK"}, "*fp8e4nv") | {"h_AI": "*fp8e4nv" if kernel is _down else "*bf16"}
+    types = TYPES | (halves if FP8 else dict.fromkeys(ROUNDED, "*bf16"))
+    types = {name: types.get(name, "*fp32") for name in kernel.arg_names if name not in sizes}
+    aligned = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name, type in types.items() if type[0] == "*"}
+    signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
+    source = ASTSource(kernel, signature, constexprs=sizes, attrs=aligned)
+    return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options={"num_warps": warps, "num_stages": stages})
+
+def variants(architecture, FP8):
+    split = {"N": 2048, "K": 2048, "FP8": FP8, "BLOCKS": 8, "BLOCK": 128 if FP8 else 64}
+    for tokens in WIDTHS:
+        for rows in (64, 128) if FP8 else (64,):
+            yield build(_gemm_split, architecture, 4, FP8_STAGES[tokens] if FP8 else STAGES, TOKENS=tokens, ROWS=rows, **split)
+    for rows, warps, *stages in ((64, 4, 4, 4), (128, 8, 3, 3)) if FP8 else ((64, 4, 3, 5),):
+        sizes = {"PAIRS": 256, "C": 2048, "I": 768, "FP8": FP8, "TOKENS": 16, "ROWS": rows}
+        yield build(_gate_up, architecture, warps, stages[0], K=8, UP_FIRST=True, **sizes)
+        yield build(_down, architecture, warps, stages[1], **sizes)
+
+for FP8 in (False, True):
+    for architecture in (89, 120):
+        for kernel in variants(architecture, FP8):
+            assert kernel.metadata.shared <= 99 * 1024, (architecture, kernel.metadata)
+    for kernel in variants(90, FP8):
+        ptx = kernel.asm["ptx"]
+        assert "wgmma.mma_async.sync.aligned.m64n" in ptx and "mma.sync" not in ptx
+        assert (".f32.e4m3.e4m3" if FP8 else ".f32.bf16.bf16") in ptx
+        assert "cp.async.cg.shared.global" in ptx
+        before, after = ptx.split("griddepcontrol.wait", 1)
+        assert "cp.async.cg" not in before and "st.global" in after
+"""
+
+
+def test_what_is_compiled() -> None:
+    """On Hopper, tensor cores take the weight as it lies: copied to shared memory by no register, converted nowhere. Elsewhere it fits."""
+    pytest.importorskip("triton")
+    environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
+    ran = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stderr

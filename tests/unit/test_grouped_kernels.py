@@ -1,0 +1,111 @@
+"""The own kernels that stream a weight once for some dozens of tokens, interpreted, against the references; in float16, since Triton's
+interpreter multiplies bfloat16 by its bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from inference_service.kernels.moe import TorchMoe
+from inference_service.kernels.routing import TorchRouting
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs these kernels on the GPU"),
+    pytest.mark.usefixtures("loop_bounds"),
+]
+
+
+def error(y: Tensor, expected: Tensor) -> float:
+    return float((y.float() - expected).norm() / expected.norm())
+
+
+def experts_of(count: int, size: int, hidden: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(count, 2 * size, hidden), torch.randn(count, hidden, size)
+
+
+def swapped(gate_up: Tensor) -> Tensor:
+    return gate_up.roll(gate_up.shape[1] // 2, 1)
+
+
+@pytest.mark.parametrize(("tokens", "hidden", "experts", "size", "top_k"), [(1, 128, 4, 128, 2), (3, 256, 5, 384, 3), (19, 128, 2, 128, 2)])
+@pytest.mark.parametrize("up_first", [False, True])
+def test_experts(tokens: int, hidden: int, experts: int, size: int, top_k: int, up_first: bool) -> None:
+    """Some have no token, and some more than a block of them."""
+    kernels = pytest.importorskip("inference_service.kernels.triton_grouped")
+    gate_up, down = experts_of(experts, size, hidden)
+    x = torch.randn(tokens, hidden)
+    ids, weights = TorchRouting()(torch.randn(tokens, experts), top_k, True)
+    expected = TorchMoe()(x, gate_up, down, ids, weights)
+    stacked = swapped(gate_up) if up_first else gate_up
+    assert error(kernels.moe_grouped(x, stacked, down, ids, weights, up_first), expected) < 1e-5
+    halves = (tensor.half() for tensor in (x, stacked, down))
+    y = kernels.moe_grouped(*halves, ids, weights, up_first)
+    assert y.dtype == torch.float16 and error(y, expected) < 1e-2
+
+
+def test_experts_of_more_tokens_than_a_launch_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = pytest.importorskip("inference_service.kernels.triton_grouped")
+    gate_up, down, x = *experts_of(3, 128, 128), torch.randn(23, 128)
+    ids, weights = torch.tensor([[0, 2]] * 20 + [[2, 0]] * 3, dtype=torch.int32), torch.rand(23, 2)
+    monkeypatch.setattr(kernels, "PAIR_CLASSES", (16, 32))
+    assert error(kernels.moe_grouped(x, gate_up, down, ids, weights, False), TorchMoe()(x, gate_up, down, ids, weights)) < 1e-5
+
+
+class Recorded:
+    """A kernel, and with how many tokens it was called."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel, self.tokens = kernel, list[int]()
+
+    def __call__(self, x: Tensor, *rest: Any, **named: Any) -> Tensor:
+        self.tokens.append(len(x))
+        y: Tensor = self.kernel(x, *rest, **named)
+        return y
+
+
+@pytest.mark.parametrize(
+    ("hidden", "dtype", "once_a_token", "once"),
+    [(128, torch.float16, [1], [2, 5]), (96, torch.float16, [1, 2, 5], []), (128, torch.float32, [1, 2, 5], [])],
+)
+def test_which_kernels_experts_take(hidden: int, dtype: torch.dtype, once_a_token: list[int], once: list[int]) -> None:
+    """With two tokens on there are more pairs than a third of the experts; other shapes and float32 are for the kernels that take all."""
+    pytest.importorskip("triton")
+    from inference_service.kernels.flashinfer_moe import TritonMoe
+
+    moe = TritonMoe()
+    moe._gemv, moe._grouped = Recorded(moe._gemv), Recorded(moe._grouped)
+    gate_up, down = experts_of(6, 128, hidden)
+    for tokens in (1, 2, 5):
+        x = torch.randn(tokens, hidden)
+        ids, weights = TorchRouting()(torch.randn(tokens, 6), 2, True)
+        y = moe(x.to(dtype), *moe.pack(swapped(gate_up).to(dtype), down.to(dtype)), ids, weights)
+        assert error(y, TorchMoe()(x, gate_up, down, ids, weights)) < 1e-2
+    assert (moe._gemv.tokens, moe._grouped.tokens) == (once_a_token, once)
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 33, 100])
+@pytest.mark.parametrize("biased", [False, True])
+def test_products(tokens: int, biased: bool) -> None:
+    kernels = pytest.importorskip("inference_service.kernels.triton_split_gemm")
+    x, weight, bias = torch.randn(tokens, 640), torch.randn(192, 640), torch.randn(192) if biased else None
+    expected = F.linear(x, weight, bias)
+    assert error(kernels.gemm_split(x, weight, bias), expected) < 1e-5
+    y = kernels.gemm_split(x.half(), weight.half(), None if bias is None else bias.half())
+    assert y.dtype == torch.float16 and error(y, expected) < 1e-2
+
+
+@pytest.mark.parametrize("splits", [1, 2, 3, 4, 7])
+def test_splits(splits: int) -> None:
+    """Even and uneven ones; the bias is added once."""
+    kernels = pytest.importorskip("inference_service.kernels.triton_split_gemm")
+    x, weight, bias = torch.randn(3, 704), torch.randn(64, 704), torch.randn(64) * 30
+    assert error(kernels.gemm_split(x, weight, bias, most_splits=splits), F.linear(x, weight, bias)) < 1e-5
+
+
+def test_no_tokens() -> None:
+    kernels = pytest.importorskip("inference_service.kernels.triton_split_gemm")
+    assert kernels.gemm_split(torch.randn(0, 128), torch.randn(64, 128), None).shape == (0, 64)
