@@ -19,7 +19,7 @@ from baselines.kernels.fp8 import E4M3, IN_BLOCKS, OWN_IN_BLOCKS, to_blocks, to_
 from inference_service.kernels import support
 from inference_service.kernels.flashinfer_fp8 import TritonFp8Gemm
 from inference_service.kernels.fp8 import BlockFp8
-from inference_service.kernels.small_gemm import TINY_TOKENS, TritonGemm
+from inference_service.kernels.small_gemm import TINY_TOKENS, TritonGemm, own_kernel
 from inference_service.kernels.support_row import FLASHINFER, GPUS, HALVES, NO_HALF, NO_TRITON, TRITON, Row
 
 OWN_TOKENS, OWN_FP8_TOKENS = 128, 256
@@ -92,11 +92,15 @@ class Gemm(Operator):
         own = Row(self.name, "triton", TritonGemm, GPUS - {"sm_75"}, HALVES, NO_TRITON, NO_HALF, requires=FLASHINFER | TRITON)
         return [
             Backend(rows["torch"], packed, note="cuBLAS on a GPU"),
-            Backend(own, packed, up_to(OWN_TOKENS)),
+            Backend(own, packed, self._limit_own),
             Backend(rows["onednn"], packed),
             Backend(rows["cute-dsl"], packed),
             Backend(rows["tinygemm"], packed, up_to(TINY_TOKENS)),
         ]
+
+    def _limit_own(self, case: Case) -> str:
+        fits = own_kernel(case.sizes["tokens"], *self.weights()[case.kind])
+        return up_to(OWN_TOKENS)(case) if fits else "has no kernel for this shape"
 
 
 class Fp8Gemm(Gemm):

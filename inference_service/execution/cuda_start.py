@@ -115,8 +115,9 @@ def _warm_up(executor: CudaExecutor, config: Config) -> None:
     log-probabilities too, which make steps run eagerly that a graph would compute, and with changed logits, which are float32."""
     batch = config.batch
     decodes = min(3, batch.max_requests - 1)
-    # Own kernels for few tokens are compiled for ranges of their number that double at least.
-    lengths = {1, 3, 6, 12, 17, 24, 40, 48, 96, 128, 500, 1024, batch.prefill_tokens, batch.step_tokens}
+    # Own kernels for some dozens of tokens are compiled for ranges of their number, whose ends are a factor of 2 apart or more.
+    doubled = {3 << doublings for doublings in range(6)}
+    lengths = {1, 17, 128, 500, 1024, batch.prefill_tokens, batch.step_tokens} | doubled
     for length in sorted(length for length in lengths if length <= batch.step_tokens):
         for logprobs in (-1, 1):
             executor.prefill(length, logprobs=logprobs)

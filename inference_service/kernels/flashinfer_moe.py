@@ -17,6 +17,8 @@ GEMV_SHARE = 1 / 3
 to find the pairs of each (python -m baselines.kernels --operators moe)."""
 OWN_PAIRS, OWN_TOKENS = 512, 8
 """Up to so many pairs, and tokens an expert on average, the own kernels are faster than CUTLASS."""
+GEMV_TOKENS = 8
+"""The same where experts are of a size that they stream once a pair alone."""
 
 
 class CutlassMoe:
@@ -42,7 +44,7 @@ class CutlassMoe:
 
 
 class TritonMoe:
-    """The own Triton kernels: for a few tokens those that stream each chosen expert once a token, else once for all."""
+    """The own Triton kernels: for a few tokens those that stream each chosen expert once a token, else once for 16."""
 
     halves = ("up", "gate")
 
@@ -60,11 +62,15 @@ class TritonMoe:
         self, x_TC: Tensor, gate_up: Tensor, down: Tensor, ids_TK: Tensor, weights_TK: Tensor, clamped: ClampedSwiglu | None = None
     ) -> Tensor:
         assert clamped is None
-        experts, hidden, size = down.shape
-        fits = not (hidden % self._block or size % self._block) and x_TC.dtype in HALVES
-        kernels = self._grouped if fits and ids_TK.numel() > GEMV_SHARE * experts else self._gemv
+        many = ids_TK.numel() > GEMV_SHARE * len(down)
+        kernels = self._grouped if many and self.groups(down) else self._gemv
         y_TC: Tensor = kernels(x_TC, gate_up, down, ids_TK, weights_TK, up_first=True)
         return y_TC
+
+    def groups(self, down_ECI: Tensor) -> bool:
+        """Whether tokens of an expert can share its weights."""
+        _, hidden, size = down_ECI.shape
+        return not (hidden % self._block or size % self._block) and down_ECI.dtype in HALVES
 
 
 class TritonOrCutlassMoe:
@@ -82,5 +88,9 @@ class TritonOrCutlassMoe:
         self, x_TC: Tensor, gate_up: Tensor, down: Tensor, ids_TK: Tensor, weights_TK: Tensor, clamped: ClampedSwiglu | None = None
     ) -> Tensor:
         assert clamped is None
-        moe = self._few if ids_TK.numel() <= min(OWN_PAIRS, OWN_TOKENS * len(down)) else self._many
-        return moe(x_TC, gate_up, down, ids_TK, weights_TK)
+        return self.choose(ids_TK, down)(x_TC, gate_up, down, ids_TK, weights_TK)
+
+    def choose(self, ids_TK: Tensor, down_ECI: Tensor) -> TritonMoe | CutlassMoe:
+        groups = self._few.groups(down_ECI)
+        most = min(OWN_PAIRS, OWN_TOKENS * len(down_ECI)) if groups else GEMV_TOKENS * ids_TK.shape[1]
+        return self._few if ids_TK.numel() <= most else self._many

@@ -1,8 +1,8 @@
-"""Experts for some dozens of tokens, in Triton: each chosen expert is streamed once for all tokens that chose it.
+"""Experts for some dozens of tokens, in Triton: each chosen expert is streamed once for each 16 tokens that chose it.
 
-Nothing is sorted: a program is an expert and some of its rows, and finds among all pairs of a token and an expert those of its own, 16 at a
-time. The weight's rows stand where Hopper's instruction has 64, the tokens where it has as few as 16, so that weights go from shared memory
-into it as they lie. Where they are in FP8, activations are rounded before each product, which the tensor cores then do in FP8.
+First the pairs of a token and an expert are listed by expert. Then a program is an expert and some of its rows, and takes 16 of its tokens
+at a time. The weight's rows stand where Hopper's instruction has 64, the tokens where it has as few as 16, so that weights go from shared
+memory into it as they lie. Where they are in FP8, activations are rounded before each product, which the tensor cores then do in FP8.
 Shapes: T tokens, C hidden size, E experts, K experts a token, I an expert's intermediate size, A = T K pairs.
 """
 
@@ -19,21 +19,30 @@ from inference_service.kernels.triton_fp8_round import round_tokens
 from inference_service.kernels.triton_launch import dependent_launch
 from inference_service.kernels.triton_sum import sum_parts
 
-PAIR_CLASSES = (64, 256, 512, 1024)
-"""That a program may have in registers: a kernel is compiled for each, and a launch takes at most the last."""
+MOST_PAIRS = 8192
+"""Of a launch, whose memory grows with them."""
+LISTED = 256
+"""Pairs that are looked at together."""
 FEW_TOKENS = 2
 """Of an expert, on average."""
 BLOCK = 128
-"""Columns of a load, of which C and I are multiples; in FP8, those that share a scale."""
+"""Columns of a load, of which C and I are multiples: those that share a scale in FP8."""
 
 
-@triton.jit
-def _ranks(ids_A, expert, pairs, PAIRS: tl.constexpr):
-    """The place of each pair among those of the expert, -1 for others'; and how many these are."""
-    pair = tl.arange(0, PAIRS)
-    mine = tl.load(ids_A + pair, mask=pair < pairs, other=-1) == expert
-    rank = tl.cumsum(mine.to(tl.int32), 0) - 1
-    return tl.where(mine, rank, -1), tl.sum(mine.to(tl.int32), 0)
+@triton.jit(do_not_specialize=["pairs"])
+def _list(ids_A, pairs_EA, counts_E, pairs, LISTED: tl.constexpr, PDL: tl.constexpr):
+    """The pairs of one expert, in their order, and how many there are."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    expert = tl.program_id(0)
+    count = 0
+    for begin in range(0, pairs, LISTED):
+        pair = begin + tl.arange(0, LISTED)
+        mine = (tl.load(ids_A + pair, mask=pair < pairs, other=-1) == expert).to(tl.int32)
+        tl.store(pairs_EA + expert * pairs + count + tl.cumsum(mine, 0) - 1, pair, mask=mine != 0)
+        count += tl.sum(mine, 0)
+    tl.store(counts_E + expert, count)
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -42,10 +51,10 @@ def _gate_up(
     x_scales,
     gate_up_E2IC,
     scales,
-    ids_A,
+    pairs_EA,
+    counts_E,
     h_AI,
     pairs,
-    PAIRS: tl.constexpr,
     C: tl.constexpr,
     I: tl.constexpr,  # noqa: E741
     K: tl.constexpr,
@@ -60,7 +69,7 @@ def _gate_up(
         gdc_wait()
         gdc_launch_dependents()
     expert = tl.program_id(1).to(tl.int64)
-    ranks, count = _ranks(ids_A, expert, pairs, PAIRS)
+    count = tl.load(counts_E + expert)
     start = tl.program_id(0) * ROWS
     rows = start + tl.arange(0, ROWS)
     columns = tl.arange(0, 128)[None, :]
@@ -70,7 +79,7 @@ def _gate_up(
         second_scales = row_scales + I // 128 * (C // 128)
     for begin in range(0, count, TOKENS):
         place = begin + tl.arange(0, TOKENS)
-        pair = tl.sum(tl.where(ranks[None, :] == place[:, None], tl.arange(0, PAIRS)[None, :], 0), 1)
+        pair = tl.load(pairs_EA + expert * pairs + place, mask=place < count, other=0)
         exists = (place < count)[:, None]
         inputs = x_TC + (pair // K).to(tl.int64)[:, None] * C + columns
         first = tl.zeros([ROWS, TOKENS], tl.float32)
@@ -100,11 +109,11 @@ def _down(
     h_scales,
     down_ECI,
     scales,
-    ids_A,
+    pairs_EA,
+    counts_E,
     weights_A,
     y_AC,
     pairs,
-    PAIRS: tl.constexpr,
     C: tl.constexpr,
     I: tl.constexpr,  # noqa: E741
     FP8: tl.constexpr,
@@ -117,7 +126,7 @@ def _down(
         gdc_wait()
         gdc_launch_dependents()
     expert = tl.program_id(1).to(tl.int64)
-    ranks, count = _ranks(ids_A, expert, pairs, PAIRS)
+    count = tl.load(counts_E + expert)
     start = tl.program_id(0) * ROWS
     rows = start + tl.arange(0, ROWS)
     columns = tl.arange(0, 128)[None, :]
@@ -126,7 +135,7 @@ def _down(
         row_scales = scales + (expert * (C // 128) + start // 128) * (I // 128)
     for begin in range(0, count, TOKENS):
         place = begin + tl.arange(0, TOKENS)
-        pair = tl.sum(tl.where(ranks[None, :] == place[:, None], tl.arange(0, PAIRS)[None, :], 0), 1)
+        pair = tl.load(pairs_EA + expert * pairs + place, mask=place < count, other=0)
         exists = (place < count)[:, None]
         inputs = h_AI + pair.to(tl.int64)[:, None] * I + columns
         y = tl.zeros([ROWS, TOKENS], tl.float32)
@@ -171,9 +180,9 @@ def moe_grouped_fp8(
 def _in_parts(
     x_TC: Tensor, gate_up: Tensor, down: Tensor, ids_TK: Tensor, weights_TK: Tensor, up_first: bool, scales: tuple[Tensor, Tensor] | None
 ) -> Tensor:
-    """One launch for as many tokens as a program has room for."""
+    """A launch for each MOST_PAIRS."""
     y_TC = torch.empty_like(x_TC)
-    most = max(PAIR_CLASSES[-1] // ids_TK.shape[1], 1)
+    most = max(MOST_PAIRS // ids_TK.shape[1] // 16 * 16, 16)  # so that all parts begin where vectors of 16 bytes do
     for first in range(0, len(x_TC), most):
         part = slice(first, first + most)
         _launch(x_TC[part], gate_up, down, ids_TK[part], weights_TK[part], y_TC[part], up_first, scales)
@@ -191,20 +200,21 @@ def _launch(
     scales: tuple[Tensor, Tensor] | None,
 ) -> None:
     (tokens, hidden), (experts, _, size), top_k = x_TC.shape, down_ECI.shape, ids_TK.shape[1]
-    pairs, device = tokens * top_k, x_TC.device
+    pairs, device, dependent = tokens * top_k, x_TC.device, dependent_launch(x_TC.device)
+    pairs_EA = torch.empty(experts, pairs, dtype=torch.int32, device=device)
+    counts_E = torch.empty(experts, dtype=torch.int32, device=device)
+    _list[(experts,)](ids_TK, pairs_EA, counts_E, pairs, LISTED=LISTED, num_warps=4, **dependent)
     h_AI = torch.empty(pairs, size, dtype=x_TC.dtype, device=device)
     y_AC = torch.empty(pairs, hidden, dtype=torch.float32, device=device)
-    room = next(each for each in PAIR_CLASSES if pairs <= each)
     # In FP8, where experts have more tokens, longer tiles: their activations are then read less often.
-    rows, warps = (64, 4) if scales is None or room <= FEW_TOKENS * experts else (128, 8)
+    rows, warps = (64, 4) if scales is None or pairs <= FEW_TOKENS * experts else (128, 8)
     stages = (3, 5) if scales is None else (4, 4) if rows == 64 else (3, 3)
-    common = {"PAIRS": room, "C": hidden, "I": size, "FP8": scales is not None, "ROWS": rows, "TOKENS": 16}
-    common |= {"num_warps": warps, **dependent_launch(device)}
+    common = {"C": hidden, "I": size, "FP8": scales is not None, "ROWS": rows, "TOKENS": 16, "num_warps": warps, **dependent}
     x, x_scales, gate_up_scales = (x_TC, None, None) if scales is None else (*round_tokens(x_TC), scales[0])
     grid = size // rows, experts
     options = {"K": top_k, "UP_FIRST": up_first, "num_stages": stages[0], **common}
-    _gate_up[grid](x, x_scales, gate_up_E2IC, gate_up_scales, ids_TK, h_AI, pairs, **options)
+    _gate_up[grid](x, x_scales, gate_up_E2IC, gate_up_scales, pairs_EA, counts_E, h_AI, pairs, **options)
     h, h_scales, down_scales = (h_AI, None, None) if scales is None else (*round_tokens(h_AI), scales[1])
     grid = hidden // rows, experts
-    _down[grid](h, h_scales, down_ECI, down_scales, ids_TK, weights_TK, y_AC, pairs, num_stages=stages[1], **common)
+    _down[grid](h, h_scales, down_ECI, down_scales, pairs_EA, counts_E, weights_TK, y_AC, pairs, num_stages=stages[1], **common)
     sum_parts(y_AC.view(tokens, top_k, hidden), y_TC)

@@ -16,20 +16,20 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from inference_service.kernels.custom_op import custom_op
+from inference_service.kernels.small_gemm import SPLIT_INPUTS, SPLIT_ROWS
 from inference_service.kernels.triton_fp8_round import rounded
 from inference_service.kernels.triton_launch import dependent_launch, divisor
 from inference_service.kernels.triton_sum import sum_parts
 
-ROWS, BLOCK, MOST_SPLITS = 64, 64, 8
-"""Of a program, and inputs that it loads at once: of these N and K are multiples. And splits."""
+MOST_SPLITS = 8
 SPLIT_BLOCKS, LEAST_PROGRAMS, MOST_PROGRAMS = 8, 128, 256
-"""Blocks of a split, but more or fewer where there would be too many or too few programs: measured best at the shapes of Qwen3-30B-A3B,
-Moonlight and Llama-3.1-8B."""
+"""Blocks of a split, but more or fewer where there would be too many or too few programs, as far as MOST_SPLITS allows: measured best at
+the shapes of Qwen3-30B-A3B, Moonlight and Llama-3.1-8B."""
 WIDTHS, STAGES = (16, 32, 64), 6
 """Tokens of a program; and one more than blocks that are loaded at once, as fit into the 99 KiB of shared memory of sm_89 and sm_120."""
 FP8_PROGRAMS = 320
 """To stream a weight in FP8 with: between two and three for each multiprocessor of an H200, all at once."""
-FP8_ROWS, FP8_BLOCKS = 128, 2
+FP8_ROWS, FP8_LEAST_BLOCKS = 128, 2
 """Rows of a program; and the least blocks of 128 inputs of a split, where K has them: measured best at Qwen3-30B-A3B's shapes."""
 FP8_STAGES = {16: 5, 32: 4, 64: 3}
 """The same by the tokens of a program."""
@@ -85,12 +85,15 @@ def _gemm_split(
 
 @custom_op(lambda x_TK, weight_NK, *rest: x_TK.new_empty(len(x_TK), len(weight_NK)))
 def gemm_split(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, most_splits: int = MOST_SPLITS) -> Tensor:
-    """x W^T + b as y_TN, of x's dtype; sums are float32, in one order. All are contiguous, N a multiple of ROWS and K of BLOCK."""
-    (tokens, inputs), tiles = x_TK.shape, len(weight_NK) // ROWS
-    width, blocks = _width(tokens, WIDTHS), inputs // BLOCK
+    """x W^T + b as y_TN, of x's dtype; sums are float32, in one order.
+
+    All are contiguous, N a multiple of SPLIT_ROWS and K of SPLIT_INPUTS.
+    """
+    (tokens, inputs), tiles = x_TK.shape, len(weight_NK) // SPLIT_ROWS
+    width, blocks = _width(tokens, WIDTHS), inputs // SPLIT_INPUTS
     splits = max(min(blocks // SPLIT_BLOCKS, MOST_PROGRAMS // tiles), triton.cdiv(LEAST_PROGRAMS, tiles))
     splits = min(splits, most_splits, blocks) if tokens <= width else 1
-    shape = {"BLOCKS": triton.cdiv(blocks, splits), "BLOCK": BLOCK, "TOKENS": width, "ROWS": ROWS}
+    shape = {"BLOCKS": triton.cdiv(blocks, splits), "BLOCK": SPLIT_INPUTS, "TOKENS": width, "ROWS": SPLIT_ROWS}
     return _launch(x_TK, weight_NK, None, bias_N, STAGES, shape)
 
 
@@ -131,4 +134,4 @@ def _launch(x_TK: Tensor, weight_NK: Tensor, scales: Tensor | None, bias_N: Tens
 
 def blocks_of_split(blocks: int, splits: int) -> int:
     """How many of FP8's blocks each of so many splits has; the last one may have fewer."""
-    return min(blocks, max(FP8_BLOCKS, -(-blocks // splits)))
+    return min(blocks, max(FP8_LEAST_BLOCKS, -(-blocks // splits)))

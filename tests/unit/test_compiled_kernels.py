@@ -16,15 +16,15 @@ from inference_service.kernels.triton_grouped import _down, _gate_up
 from inference_service.kernels.triton_split_gemm import FP8_STAGES, STAGES, WIDTHS, _gemm_split
 
 ROUNDED = set("x_TC x_TK h_AI gate_up_E2IC down_ECI weight_NK".split())
-TYPES = {"x_TK": "*bf16", "ids_A": "*i32", "pairs": "i32", "tokens": "i32"}
+TYPES = {"x_TK": "*bf16", "pairs_EA": "*i32", "counts_E": "*i32", "pairs": "i32", "tokens": "i32"}
 
 def build(kernel, architecture, warps, stages, FP8, **sizes):
     sizes |= {"PDL": architecture >= 90, "FP8": FP8}
     absent = [] if kernel is not _gemm_split else ["bias_N"]
     absent += [] if FP8 else [name for name in kernel.arg_names if "scales" in name]
     sizes |= dict.fromkeys(absent)
-    halves = dict.fromkeys(ROUNDED - {"x_TK"}, "*fp8e4nv") | {"h_AI": "*fp8e4nv" if kernel is _down else "*bf16"}
-    types = TYPES | (halves if FP8 else dict.fromkeys(ROUNDED, "*bf16"))
+    rounded = dict.fromkeys(ROUNDED - {"x_TK"}, "*fp8e4nv") | {"h_AI": "*fp8e4nv" if kernel is _down else "*bf16"}
+    types = TYPES | (rounded if FP8 else dict.fromkeys(ROUNDED, "*bf16"))
     types = {name: types.get(name, "*fp32") for name in kernel.arg_names if name not in sizes}
     aligned = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name, type in types.items() if type[0] == "*"}
     signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
@@ -37,7 +37,7 @@ def variants(architecture, FP8):
         for rows in (64, 128) if FP8 else (64,):
             yield build(_gemm_split, architecture, 4, FP8_STAGES[tokens] if FP8 else STAGES, TOKENS=tokens, ROWS=rows, **split)
     for rows, warps, *stages in ((64, 4, 4, 4), (128, 8, 3, 3)) if FP8 else ((64, 4, 3, 5),):
-        sizes = {"PAIRS": 256, "C": 2048, "I": 768, "FP8": FP8, "TOKENS": 16, "ROWS": rows}
+        sizes = {"C": 2048, "I": 768, "FP8": FP8, "TOKENS": 16, "ROWS": rows}
         yield build(_gate_up, architecture, warps, stages[0], K=8, UP_FIRST=True, **sizes)
         yield build(_down, architecture, warps, stages[1], **sizes)
 

@@ -152,6 +152,6 @@ def test_own_experts_whose_tokens_are_many(monkeypatch: pytest.MonkeyPatch) -> N
     weights = torch.rand(23, 2)
     arguments = gate_up.values, gate_up.scales, down.values, down.scales, ids, weights, False
     expected = rounding_experts(x, gate_up, down, ids, weights, up_first=False)
-    for pairs in (triton_grouped.PAIR_CLASSES, (16, 32)):
-        monkeypatch.setattr(triton_grouped, "PAIR_CLASSES", pairs)
+    for pairs in (triton_grouped.MOST_PAIRS, 32):
+        monkeypatch.setattr(triton_grouped, "MOST_PAIRS", pairs)
         assert error(triton_grouped.moe_grouped_fp8(x, *arguments), expected) < 1e-5

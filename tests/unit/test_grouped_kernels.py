@@ -51,7 +51,8 @@ def test_experts_of_more_tokens_than_a_launch_takes(monkeypatch: pytest.MonkeyPa
     kernels = pytest.importorskip("inference_service.kernels.triton_grouped")
     gate_up, down, x = *experts_of(3, 128, 128), torch.randn(23, 128)
     ids, weights = torch.tensor([[0, 2]] * 20 + [[2, 0]] * 3, dtype=torch.int32), torch.rand(23, 2)
-    monkeypatch.setattr(kernels, "PAIR_CLASSES", (16, 32))
+    monkeypatch.setattr(kernels, "LISTED", 8)
+    monkeypatch.setattr(kernels, "MOST_PAIRS", 32)
     assert error(kernels.moe_grouped(x, gate_up, down, ids, weights, False), TorchMoe()(x, gate_up, down, ids, weights)) < 1e-5
 
 
@@ -69,22 +70,35 @@ class Recorded:
 
 @pytest.mark.parametrize(
     ("hidden", "dtype", "once_a_token", "once"),
-    [(128, torch.float16, [1], [2, 5]), (96, torch.float16, [1, 2, 5], []), (128, torch.float32, [1, 2, 5], [])],
+    [(128, torch.float16, [1], [2]), (96, torch.float16, [1, 2], []), (128, torch.float32, [1, 2], [])],
 )
 def test_which_kernels_experts_take(hidden: int, dtype: torch.dtype, once_a_token: list[int], once: list[int]) -> None:
-    """With two tokens on there are more pairs than a third of the experts; other shapes and float32 are for the kernels that take all."""
+    """With two tokens there are more pairs than a third of the experts; other shapes and float32 are for the kernels that take all."""
     pytest.importorskip("triton")
     from inference_service.kernels.flashinfer_moe import TritonMoe
 
     moe = TritonMoe()
     moe._gemv, moe._grouped = Recorded(moe._gemv), Recorded(moe._grouped)
     gate_up, down = experts_of(6, 128, hidden)
-    for tokens in (1, 2, 5):
+    for tokens in (1, 2):
         x = torch.randn(tokens, hidden)
         ids, weights = TorchRouting()(torch.randn(tokens, 6), 2, True)
         y = moe(x.to(dtype), *moe.pack(swapped(gate_up).to(dtype), down.to(dtype)), ids, weights)
         assert error(y, TorchMoe()(x, gate_up, down, ids, weights)) < 1e-2
     assert (moe._gemv.tokens, moe._grouped.tokens) == (once_a_token, once)
+
+
+@pytest.mark.parametrize(("experts", "size", "top_k", "most"), [(128, 768, 8, 64), (64, 1408, 6, 85), (8, 256, 2, 32), (128, 192, 8, 8)])
+def test_for_how_many_tokens_the_own_kernels_are(experts: int, size: int, top_k: int, most: int) -> None:
+    pytest.importorskip("triton")
+    from inference_service.kernels.flashinfer_moe import CutlassMoe, TritonMoe, TritonOrCutlassMoe
+
+    moe = TritonOrCutlassMoe.__new__(TritonOrCutlassMoe)  # what is chosen from needs FlashInfer
+    moe._few, moe._many = TritonMoe(), CutlassMoe.__new__(CutlassMoe)
+    down = torch.empty(experts, 128, size, dtype=torch.bfloat16)
+    for tokens in (1, most, most + 1):
+        chosen = moe.choose(torch.zeros(tokens, top_k, dtype=torch.int32), down)
+        assert chosen is (moe._few if tokens <= most else moe._many)
 
 
 @pytest.mark.parametrize("tokens", [1, 16, 33, 100])
@@ -109,3 +123,31 @@ def test_splits(splits: int) -> None:
 def test_no_tokens() -> None:
     kernels = pytest.importorskip("inference_service.kernels.triton_split_gemm")
     assert kernels.gemm_split(torch.randn(0, 128), torch.randn(64, 128), None).shape == (0, 64)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "outputs", "inputs", "dtype", "chosen", "chosen_or_cublas"),
+    [
+        (1, 5120, 2048, torch.bfloat16, "gemv", "gemv"),
+        (2, 5120, 2048, torch.bfloat16, "split", ""),
+        (8, 128, 2048, torch.bfloat16, "gemv", "gemv"),
+        (9, 128, 2048, torch.bfloat16, "split", "split"),
+        (64, 2048, 4096, torch.bfloat16, "split", "split"),
+        (65, 2048, 4096, torch.bfloat16, "split", ""),
+        (16, 4096, 4096, torch.float16, "split", "split"),
+        (17, 4096, 4096, torch.float16, "split", ""),
+        (2, 2048, 4096, torch.float32, "", ""),
+        (8, 60, 2048, torch.bfloat16, "gemv", "gemv"),
+        (9, 60, 2048, torch.bfloat16, "", ""),
+        (2, 2048, 96, torch.bfloat16, "", ""),
+    ],
+)
+def test_which_kernel_a_product_takes(
+    tokens: int, outputs: int, inputs: int, dtype: torch.dtype, chosen: str, chosen_or_cublas: str
+) -> None:
+    from inference_service.kernels.small_gemm import TritonGemm, TritonOrCublasGemm
+
+    x, weight = torch.empty(tokens, inputs, dtype=dtype), torch.empty(outputs, inputs, dtype=dtype)
+    for kind, expected in ((TritonGemm, chosen), (TritonOrCublasGemm, chosen_or_cublas)):
+        gemm = kind.__new__(kind)  # what is chosen from needs FlashInfer
+        assert gemm.choose(x, weight) == expected
