@@ -24,8 +24,8 @@ from inference_service.kernels.flashinfer_fp8 import TritonFp8Moe
 from inference_service.kernels.fp8 import BlockFp8
 from inference_service.kernels.support_row import FLASHINFER, GPUS, HALVES, NO_HALF, Row
 
-OWN_TOKENS = 128
-"""Beyond so many tokens the own kernels are not run, which have all pairs of a token and an expert in registers."""
+OWN_TOKENS = 256
+"""Beyond so many tokens the own kernels are not run, which are for some dozens."""
 GEN = "FlashInfer has it for sm_100 and sm_103"
 BLOCK_ONLY = "FlashInfer's block-scaled FP8 experts of CUTLASS are for sm_90"
 

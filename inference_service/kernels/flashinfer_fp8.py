@@ -17,8 +17,8 @@ GEMV_TOKENS = 2
 """Up to so many tokens a weight is streamed once a token (benchmarks/fp8.py)."""
 OWN_TOKENS = 32
 """Up to so many tokens the own product is faster than DeepGEMM."""
-MOE_OWN_PAIRS, MOE_OWN_TOKENS = 1024, 8
-"""Up to so many pairs of a token and an expert, and tokens an expert on average, the own kernels are faster than CUTLASS."""
+MOE_OWN_TOKENS = 16
+"""Up to so many tokens an expert, on average, the own kernels are faster than CUTLASS; more were not measured."""
 
 
 class DeepGemmFp8:
@@ -92,7 +92,7 @@ class TritonFp8Moe:
 
 
 class TritonOrCutlassFp8Moe:
-    """The one or the other by the number of pairs of a token and an expert."""
+    """The one or the other by how many tokens an expert has on average, which the host knows."""
 
     halves = ("up", "gate")
 
@@ -100,6 +100,5 @@ class TritonOrCutlassFp8Moe:
         self._few, self._many = TritonFp8Moe(), CutlassFp8Moe()
 
     def __call__(self, x_TC: Tensor, gate_up: BlockFp8, down: BlockFp8, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        most = min(MOE_OWN_PAIRS, MOE_OWN_TOKENS * len(down.values))
-        moe = self._few if ids_TK.numel() <= most else self._many
+        moe = self._few if ids_TK.numel() <= MOE_OWN_TOKENS * len(down.values) else self._many
         return moe(x_TC, gate_up, down, ids_TK, weights_TK)

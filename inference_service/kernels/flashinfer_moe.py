@@ -15,8 +15,8 @@ from inference_service.kernels.support_row import HALVES
 GEMV_SHARE = 1 / 3
 """Up to so many pairs of a token and an expert for each expert, few experts are chosen twice, and to stream them once a pair is faster than
 to find the pairs of each (python -m baselines.kernels --operators moe)."""
-OWN_PAIRS, OWN_TOKENS = 512, 8
-"""Up to so many pairs, and tokens an expert on average, the own kernels are faster than CUTLASS."""
+OWN_TOKENS = 8
+"""Up to so many tokens an expert, on average, the own kernels are faster than CUTLASS."""
 GEMV_TOKENS = 8
 """The same where experts are of a size that they stream once a pair alone."""
 
@@ -92,5 +92,5 @@ class TritonOrCutlassMoe:
 
     def choose(self, ids_TK: Tensor, down_ECI: Tensor) -> TritonMoe | CutlassMoe:
         groups = self._few.groups(down_ECI)
-        most = min(OWN_PAIRS, OWN_TOKENS * len(down_ECI)) if groups else GEMV_TOKENS * ids_TK.shape[1]
+        most = OWN_TOKENS * len(down_ECI) if groups else GEMV_TOKENS * ids_TK.shape[1]
         return self._few if ids_TK.numel() <= most else self._many

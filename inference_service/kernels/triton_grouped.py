@@ -23,10 +23,8 @@ MOST_PAIRS = 8192
 """Of a launch, whose memory grows with them."""
 LISTED = 256
 """Pairs that are looked at together."""
-FEW_TOKENS = 2
-"""Of an expert, on average."""
-BLOCK = 128
-"""Columns of a load, of which C and I are multiples: those that share a scale in FP8."""
+ROWS, BLOCK = 64, 128
+"""Of a program; and columns of a load, of which C and I are multiples: those that share a scale in FP8."""
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -206,15 +204,13 @@ def _launch(
     _list[(experts,)](ids_TK, pairs_EA, counts_E, pairs, LISTED=LISTED, num_warps=4, **dependent)
     h_AI = torch.empty(pairs, size, dtype=x_TC.dtype, device=device)
     y_AC = torch.empty(pairs, hidden, dtype=torch.float32, device=device)
-    # In FP8, where experts have more tokens, longer tiles: their activations are then read less often.
-    rows, warps = (64, 4) if scales is None or pairs <= FEW_TOKENS * experts else (128, 8)
-    stages = (3, 5) if scales is None else (4, 4) if rows == 64 else (3, 3)
-    common = {"C": hidden, "I": size, "FP8": scales is not None, "ROWS": rows, "TOKENS": 16, "num_warps": warps, **dependent}
+    stages = (3, 5) if scales is None else (4, 4)
+    common = {"C": hidden, "I": size, "FP8": scales is not None, "ROWS": ROWS, "TOKENS": 16, "num_warps": 4, **dependent}
     x, x_scales, gate_up_scales = (x_TC, None, None) if scales is None else (*round_tokens(x_TC), scales[0])
-    grid = size // rows, experts
+    grid = size // ROWS, experts
     options = {"K": top_k, "UP_FIRST": up_first, "num_stages": stages[0], **common}
     _gate_up[grid](x, x_scales, gate_up_E2IC, gate_up_scales, pairs_EA, counts_E, h_AI, pairs, **options)
     h, h_scales, down_scales = (h_AI, None, None) if scales is None else (*round_tokens(h_AI), scales[1])
-    grid = hidden // rows, experts
+    grid = hidden // ROWS, experts
     _down[grid](h, h_scales, down_ECI, down_scales, pairs_EA, counts_E, weights_TK, y_AC, pairs, num_stages=stages[1], **common)
     sum_parts(y_AC.view(tokens, top_k, hidden), y_TC)

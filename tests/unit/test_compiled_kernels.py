@@ -12,7 +12,7 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from inference_service.kernels.triton_grouped import _down, _gate_up
+from inference_service.kernels.triton_grouped import ROWS, _down, _gate_up
 from inference_service.kernels.triton_split_gemm import FP8_STAGES, STAGES, WIDTHS, _gemm_split
 
 ROUNDED = set("x_TC x_TK h_AI gate_up_E2IC down_ECI weight_NK".split())
@@ -36,10 +36,9 @@ def variants(architecture, FP8):
     for tokens in WIDTHS:
         for rows in (64, 128) if FP8 else (64,):
             yield build(_gemm_split, architecture, 4, FP8_STAGES[tokens] if FP8 else STAGES, TOKENS=tokens, ROWS=rows, **split)
-    for rows, warps, *stages in ((64, 4, 4, 4), (128, 8, 3, 3)) if FP8 else ((64, 4, 3, 5),):
-        sizes = {"C": 2048, "I": 768, "FP8": FP8, "TOKENS": 16, "ROWS": rows}
-        yield build(_gate_up, architecture, warps, stages[0], K=8, UP_FIRST=True, **sizes)
-        yield build(_down, architecture, warps, stages[1], **sizes)
+    sizes, stages = {"C": 2048, "I": 768, "FP8": FP8, "TOKENS": 16, "ROWS": ROWS}, (4, 4) if FP8 else (3, 5)
+    yield build(_gate_up, architecture, 4, stages[0], K=8, UP_FIRST=True, **sizes)
+    yield build(_down, architecture, 4, stages[1], **sizes)
 
 for FP8 in (False, True):
     for architecture in (89, 120):

@@ -116,17 +116,11 @@ def test_own_product(tokens: int, outputs: int, inputs: int) -> None:
     assert y.dtype == torch.bfloat16 and error(y, F.linear(x, matrix.dequantize(torch.float32))) < 1e-2
 
 
-@pytest.mark.parametrize(
-    ("tokens", "hidden", "experts", "size", "top_k", "few"), [(1, 128, 4, 128, 2, 2), (1, 72, 3, 256, 2, 2), (2, 256, 3, 256, 2, 99)]
-)
+@pytest.mark.parametrize(("tokens", "hidden", "experts", "size", "top_k"), [(1, 128, 4, 128, 2), (1, 72, 3, 256, 2), (2, 256, 3, 256, 2)])
 @pytest.mark.parametrize("up_first", [False, True])
-def test_own_experts(
-    tokens: int, hidden: int, experts: int, size: int, top_k: int, few: int, up_first: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`few`: of tokens an expert, below which tiles have 64 rows."""
+def test_own_experts(tokens: int, hidden: int, experts: int, size: int, top_k: int, up_first: bool) -> None:
     triton_fp8 = pytest.importorskip("inference_service.kernels.triton_fp8")
     triton_grouped = pytest.importorskip("inference_service.kernels.triton_grouped")
-    monkeypatch.setattr(triton_grouped, "FEW_TOKENS", few)
     gate_up, down = random_fp8(experts, 2 * size, hidden), random_fp8(experts, hidden, size)
     x = random_x(tokens, hidden)
     ids, weights = TorchRouting()(torch.randn(tokens, experts), top_k, True)

@@ -88,7 +88,7 @@ def test_which_kernels_experts_take(hidden: int, dtype: torch.dtype, once_a_toke
     assert (moe._gemv.tokens, moe._grouped.tokens) == (once_a_token, once)
 
 
-@pytest.mark.parametrize(("experts", "size", "top_k", "most"), [(128, 768, 8, 64), (64, 1408, 6, 85), (8, 256, 2, 32), (128, 192, 8, 8)])
+@pytest.mark.parametrize(("experts", "size", "top_k", "most"), [(128, 768, 8, 128), (64, 1408, 6, 85), (8, 256, 2, 32), (128, 192, 8, 8)])
 def test_for_how_many_tokens_the_own_kernels_are(experts: int, size: int, top_k: int, most: int) -> None:
     pytest.importorskip("triton")
     from inference_service.kernels.flashinfer_moe import CutlassMoe, TritonMoe, TritonOrCutlassMoe
