@@ -15,6 +15,8 @@ from inference_service.execution.loading import LoadedModel, Report, apply_confi
 from inference_service.execution.tuning import Tuning, describe, load_tuning, save_tuning, tuning_file
 from inference_service.fetch import resolve_model
 from inference_service.kernels.expert_tactics import expert_tactics
+from inference_service.kernels.flashinfer_moe import CutlassMoe
+from inference_service.models.experts import Experts
 from inference_service.models.families import read_config
 from inference_service.models.layers import SparseMlp
 
@@ -37,7 +39,7 @@ def prebuild(config: Config, progress: Report, if_missing: bool = False) -> None
     operator = "mla_prefill" if loaded.shape.mla else "attention_prefill"
     measured = {operator: time_prefill(operator, config, loaded, progress)}
     fastest = {operator: min(times, key=times.__getitem__) for operator, times in measured.items() if times}
-    tuning = Tuning(made_for, fastest, measured, _tune_experts(config, loaded, progress))
+    tuning = Tuning(made_for, fastest, measured, tune_experts(config, loaded, progress))
     progress(f"kept in {save_tuning(tuning)}: {fastest}")
     # What comes now may compile for minutes, and take the process with it.
     save_tuning(replace(tuning, mixed=time_mixed(config, loaded, fastest, progress)))
@@ -45,15 +47,20 @@ def prebuild(config: Config, progress: Report, if_missing: bool = False) -> None
 
 
 @torch.inference_mode()
-def _tune_experts(config: Config, loaded: LoadedModel, progress: Report) -> dict[int, tuple[int, int]]:
-    """The experts' CUTLASS kernels by tokens, measured with a layer of the model; none where no such kernels run."""
+def tune_experts(config: Config, loaded: LoadedModel, progress: Report) -> dict[int, tuple[int, int]]:
+    """The experts' CUTLASS kernels by tokens, measured with a layer of the model; none where no such kernels run.
+
+    They are measured for few tokens too, where a backend may prefer others: one that is forced finds them tuned.
+    """
     sparse = next((layer.mlp for layer in loaded.model.layers if isinstance(layer.mlp, SparseMlp)), None)
-    if sparse is None or not any(choice.row.operator == "moe" and "cutlass" in choice.row.backend for choice in loaded.choices):
+    runs = any(choice.row.operator == "moe" and "cutlass" in choice.row.backend for choice in loaded.choices)
+    if sparse is None or not runs or not isinstance(sparse.experts, Experts):
         return {}
     begin = time.perf_counter()
     progress("tuning the experts' kernels, which takes about half a minute")
+    experts, cutlass = sparse.experts, CutlassMoe()
     tactics = expert_tactics().tune(
-        sparse.experts,
+        lambda x_TC, ids_TK, weights_TK: cutlass(x_TC, experts.gate_up, experts.down, ids_TK, weights_TK),
         loaded.model.norm.weight_C,
         sparse.config.experts,
         sparse.config.top_k,

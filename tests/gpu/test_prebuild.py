@@ -1,0 +1,25 @@
+"""What `prebuild` tunes, with the default backends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from inference_service.config import load_config
+from inference_service.execution.loading import load_model
+from inference_service.kernels.expert_tactics import expert_tactics
+from inference_service.prebuild import tune_experts
+from tests.gpu.tiny import save_tiny
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.mark.parametrize("backend", ["auto", "cutlass"])
+def test_experts(tmp_path: Path, backend: str) -> None:
+    """For all sizes, though the own kernels take the smallest of them."""
+    save_tiny("qwen3-moe", tmp_path)
+    config = load_config(None, ["device.kind=cuda", "batch.max_step_tokens=64", f"kernels.moe={backend}"])
+    tactics = tune_experts(config, load_model(config, tmp_path, print), print)
+    assert list(tactics) == [16, 32, 64] and all(valid for valid in expert_tactics().valid.values())
