@@ -221,7 +221,8 @@ class SlotTable:
 
 
 def _pad(fields: Fields, tokens: int, decodes: int, rows: int) -> None:
-    """Make padded tokens and rows twins of a real one that writes nothing: they choose the same experts, whose weights are read anyway.
+    """Make padded tokens and rows twins of a real one that writes nothing: they choose the same experts, whose weights are read anyway, if
+    not once more for 16 twins.
 
     Of decodes it is the one with the shortest context, since a padded row attends like any other.
     """

@@ -16,7 +16,7 @@ GEMV_SHARE = 1 / 3
 """Up to so many pairs of a token and an expert for each expert, few experts are chosen twice, and to stream them once a pair is faster than
 to find the pairs of each (python -m baselines.kernels --operators moe)."""
 OWN_TOKENS = 8
-"""Up to so many tokens an expert, on average, the own kernels are faster than CUTLASS."""
+"""Up to so many tokens an expert, on average, the own kernels are faster than CUTLASS at uniform routing."""
 GEMV_TOKENS = 8
 """The same where experts are of a size that they stream once a pair alone."""
 

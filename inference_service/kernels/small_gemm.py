@@ -18,7 +18,7 @@ GEMV_TOKENS = 1
 NARROW_OUTPUTS, NARROW_TOKENS = 256, 8
 """The same for narrow weights, such as a router's."""
 SPLIT_TOKENS = {2048: 64, 4096: 16}
-"""Up to so many tokens a product whose sum is split is faster than cuBLAS, by the most outputs: wider weights have programs enough."""
+"""Up to so many tokens a product whose sum is split is faster than cuBLAS, by the most outputs; of wider weights few gained."""
 SPLIT_ROWS, SPLIT_INPUTS = 64, 64
 """Of which its outputs and inputs are multiples."""
 TINY_TOKENS = 8

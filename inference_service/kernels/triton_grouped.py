@@ -23,8 +23,10 @@ MOST_PAIRS = 8192
 """Of a launch, whose memory grows with them."""
 LISTED = 256
 """Pairs that are looked at together."""
-ROWS, BLOCK = 64, 128
+ROWS, TOKENS, BLOCK = 64, 16, 128
 """Of a program; and columns of a load, of which C and I are multiples: those that share a scale in FP8."""
+STAGES, FP8_STAGES = (3, 5), (4, 4)
+"""Of gate and up, and of down: one more than blocks that are loaded at once, as fit into the 99 KiB of sm_89 and sm_120."""
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -204,8 +206,8 @@ def _launch(
     _list[(experts,)](ids_TK, pairs_EA, counts_E, pairs, LISTED=LISTED, num_warps=4, **dependent)
     h_AI = torch.empty(pairs, size, dtype=x_TC.dtype, device=device)
     y_AC = torch.empty(pairs, hidden, dtype=torch.float32, device=device)
-    stages = (3, 5) if scales is None else (4, 4)
-    common = {"C": hidden, "I": size, "FP8": scales is not None, "ROWS": ROWS, "TOKENS": 16, "num_warps": 4, **dependent}
+    stages = STAGES if scales is None else FP8_STAGES
+    common = {"C": hidden, "I": size, "FP8": scales is not None, "ROWS": ROWS, "TOKENS": TOKENS, "num_warps": 4, **dependent}
     x, x_scales, gate_up_scales = (x_TC, None, None) if scales is None else (*round_tokens(x_TC), scales[0])
     grid = size // ROWS, experts
     options = {"K": top_k, "UP_FIRST": up_first, "num_stages": stages[0], **common}

@@ -32,7 +32,7 @@ FP8_PROGRAMS = 320
 FP8_ROWS, FP8_LEAST_BLOCKS = 128, 2
 """Rows of a program; and the least blocks of 128 inputs of a split, where K has them: measured best at Qwen3-30B-A3B's shapes."""
 FP8_STAGES = {16: 5, 32: 4, 64: 3}
-"""The same by the tokens of a program."""
+"""STAGES of FP8, by the tokens of a program."""
 
 
 @triton.jit(do_not_specialize=["tokens"])

@@ -12,8 +12,9 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from inference_service.kernels.triton_grouped import ROWS, _down, _gate_up
-from inference_service.kernels.triton_split_gemm import FP8_STAGES, STAGES, WIDTHS, _gemm_split
+from inference_service.kernels import triton_split_gemm as split_gemm
+from inference_service.kernels.triton_grouped import FP8_STAGES, ROWS, STAGES, TOKENS, _down, _gate_up
+from inference_service.kernels.triton_split_gemm import WIDTHS, _gemm_split
 
 ROUNDED = set("x_TC x_TK h_AI gate_up_E2IC down_ECI weight_NK".split())
 TYPES = {"x_TK": "*bf16", "pairs_EA": "*i32", "counts_E": "*i32", "pairs": "i32", "tokens": "i32"}
@@ -35,8 +36,9 @@ def variants(architecture, FP8):
     split = {"N": 2048, "K": 2048, "FP8": FP8, "BLOCKS": 8, "BLOCK": 128 if FP8 else 64}
     for tokens in WIDTHS:
         for rows in (64, 128) if FP8 else (64,):
-            yield build(_gemm_split, architecture, 4, FP8_STAGES[tokens] if FP8 else STAGES, TOKENS=tokens, ROWS=rows, **split)
-    sizes, stages = {"C": 2048, "I": 768, "FP8": FP8, "TOKENS": 16, "ROWS": ROWS}, (4, 4) if FP8 else (3, 5)
+            stages = split_gemm.FP8_STAGES[tokens] if FP8 else split_gemm.STAGES
+            yield build(_gemm_split, architecture, 4, stages, TOKENS=tokens, ROWS=rows, **split)
+    sizes, stages = {"C": 2048, "I": 768, "FP8": FP8, "TOKENS": TOKENS, "ROWS": ROWS}, FP8_STAGES if FP8 else STAGES
     yield build(_gate_up, architecture, 4, stages[0], K=8, UP_FIRST=True, **sizes)
     yield build(_down, architecture, 4, stages[1], **sizes)
 
