@@ -18,6 +18,11 @@ pytestmark = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
 def sizes(*shape: int) -> Tensor:
     return torch.rand(shape).mul(4).exp()
 

@@ -19,6 +19,11 @@ pytestmark = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
 def error(y: Tensor, expected: Tensor) -> float:
     return float((y.float() - expected).norm() / expected.norm())
 
