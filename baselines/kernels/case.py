@@ -111,6 +111,15 @@ def _all(case: Case) -> str:
     return ""
 
 
+def up_to(most: int) -> Callable[[Case], str]:
+    """The limit of a backend that is for few tokens."""
+
+    def limit(case: Case) -> str:
+        return "" if case.sizes["tokens"] <= most else f"is made for few tokens; not run beyond {most}"
+
+    return limit
+
+
 def absent() -> Any:
     """What makes a backend that its row refuses everywhere."""
     raise NotImplementedError

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baselines.kernels.case import FP8_TOLERANCE, TENSORRT_LLM, Backend, Bench, Call, Case, Operator, Work, absent
+from baselines.kernels.case import FP8_TOLERANCE, TENSORRT_LLM, Backend, Bench, Call, Case, Operator, Work, absent, up_to
 from baselines.kernels.fp8 import E4M3, IN_BLOCKS, OWN_IN_BLOCKS, to_blocks, to_tensor
 from inference_service.kernels import support
 from inference_service.kernels.flashinfer_fp8 import TritonFp8Gemm
@@ -36,13 +36,6 @@ class Product:
 
 def packed(made: Any, copies: list[Product], bench: Bench) -> list[Call]:
     return [partial(made, copy.x_TK, made.pack(copy.weight_NK), None) for copy in copies]
-
-
-def up_to(most: int) -> Callable[[Case], str]:
-    def limit(case: Case) -> str:
-        return "" if case.sizes["tokens"] <= most else f"is made for few tokens; not run beyond {most}"
-
-    return limit
 
 
 class Gemm(Operator):

@@ -14,9 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baselines.kernels.case import FP8_TOLERANCE, NO_VLLM, VLLM, Backend, Bench, Call, Case, Operator, Work, absent
+from baselines.kernels.case import FP8_TOLERANCE, NO_VLLM, VLLM, Backend, Bench, Call, Case, Operator, Work, absent, up_to
 from baselines.kernels.fp8 import IN_BLOCKS, OWN_IN_BLOCKS, to_blocks
-from baselines.kernels.gemm import up_to
 from inference_service.execution.tuning import describe, load_tuning
 from inference_service.kernels import support
 from inference_service.kernels.expert_tactics import Pair, expert_tactics

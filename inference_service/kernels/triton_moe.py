@@ -7,8 +7,6 @@ Shapes: T tokens, C hidden size, E experts, K experts a token, I an expert's int
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -18,23 +16,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from inference_service.kernels.custom_op import custom_op
 from inference_service.kernels.triton_launch import block, dependent_launch, divisor
 
-
-@dataclass(frozen=True)
-class Tiles:
-    """How the two kernels cut their work: weight rows and warps of a block, and the columns of a load.
-
-    Down's last load is masked, rather than all loads narrower: for experts of 1,408, loads of 128 took a third longer than of 256.
-    """
-
-    gate_up_rows: int = 2
-    gate_up_columns: int = 1024
-    gate_up_warps: int = 8
-    down_rows: int = 4
-    down_columns: int = 256
-    down_warps: int = 4
-
-
-DEFAULT = Tiles()
+GATE_UP_ROWS, GATE_UP_COLUMNS, GATE_UP_WARPS = 2, 1024, 8
+"""How a program of the first kernel cuts its work: weight rows, columns of a load, and warps."""
+DOWN_ROWS, DOWN_COLUMNS, DOWN_WARPS = 4, 256, 4
+"""The same of the second. Its last load is masked, rather than all loads narrower: for experts of 1,408, loads of 128 took a third longer
+than of 256."""
 
 
 @triton.jit
@@ -121,19 +107,12 @@ def moe_gemv(x_TC: Tensor, gate_up_E2IC: Tensor, down_ECI: Tensor, ids_TK: Tenso
 
     All tensors are contiguous; sums have one order, so that equal inputs give equal bits.
     """
-    return launch(x_TC, gate_up_E2IC, down_ECI, ids_TK, weights_TK, up_first)
-
-
-def launch(
-    x_TC: Tensor, gate_up_E2IC: Tensor, down_ECI: Tensor, ids_TK: Tensor, weights_TK: Tensor, up_first: bool, tiles: Tiles = DEFAULT
-) -> Tensor:
-    """The same with other tiles."""
     tokens, hidden = x_TC.shape
     size, top_k = down_ECI.shape[2], ids_TK.shape[1]
     h_TKI = torch.empty(tokens, top_k, size, dtype=torch.float32, device=x_TC.device)
     y_TC = torch.empty_like(x_TC)
     dependent = dependent_launch(x_TC.device)
-    rows = divisor(size, tiles.gate_up_rows)
+    rows = divisor(size, GATE_UP_ROWS)
     _gate_up[(tokens * top_k, size // rows)](
         x_TC,
         gate_up_E2IC,
@@ -144,11 +123,11 @@ def launch(
         K=top_k,
         UP_FIRST=up_first,
         ROWS=rows,
-        BLOCK=block(hidden, tiles.gate_up_columns),
-        num_warps=tiles.gate_up_warps,
+        BLOCK=block(hidden, GATE_UP_COLUMNS),
+        num_warps=GATE_UP_WARPS,
         **dependent,
     )
-    rows = divisor(hidden, tiles.down_rows)
+    rows = divisor(hidden, DOWN_ROWS)
     _down[(tokens, hidden // rows)](
         h_TKI,
         down_ECI,
@@ -159,8 +138,8 @@ def launch(
         I=size,
         K=top_k,
         ROWS=rows,
-        BLOCK=min(tiles.down_columns, triton.next_power_of_2(size)),
-        num_warps=tiles.down_warps,
+        BLOCK=min(DOWN_COLUMNS, triton.next_power_of_2(size)),
+        num_warps=DOWN_WARPS,
         **dependent,
     )
     return y_TC

@@ -14,13 +14,8 @@ from inference_service.kernels.routing import TorchRouting
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs this kernel on the GPU"),
-    pytest.mark.usefixtures("loop_bounds", "nearest_e4m3"),
+    pytest.mark.usefixtures("loop_bounds", "nearest_e4m3", "seeded"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    torch.manual_seed(0)
 
 
 def sizes(*shape: int) -> Tensor:

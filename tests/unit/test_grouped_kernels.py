@@ -15,13 +15,8 @@ from inference_service.kernels.routing import TorchRouting
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs these kernels on the GPU"),
-    pytest.mark.usefixtures("loop_bounds"),
+    pytest.mark.usefixtures("loop_bounds", "seeded"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    torch.manual_seed(0)
 
 
 def error(y: Tensor, expected: Tensor) -> float:
