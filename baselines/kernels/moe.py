@@ -23,8 +23,8 @@ from inference_service.kernels.flashinfer_fp8 import TritonFp8Moe
 from inference_service.kernels.fp8 import BlockFp8
 from inference_service.kernels.support_row import FLASHINFER, GPUS, HALVES, NO_HALF, Row
 
-OWN_TOKENS = 256
-"""Beyond so many tokens the own kernels are not run, which are for some dozens."""
+UNEVEN_TOKENS = 256
+"""Beyond so many tokens the own kernels are not run on experts of uneven sizes, for which they have none for many."""
 GEN = "FlashInfer has it for sm_100 and sm_103"
 BLOCK_ONLY = "FlashInfer's block-scaled FP8 experts of CUTLASS are for sm_90"
 
@@ -99,13 +99,18 @@ class Moe(Operator):
         elsewhere = Row(self.name, "trtllm-gen", absent, frozenset(), HALVES, GEN)
         vllm = Row(self.name, "vllm-triton", VllmMoe, GPUS - {"sm_75"}, HALVES, NO_VLLM, NO_HALF, requires=VLLM)
         return [
-            Backend(rows["triton"], self._prepare, up_to(OWN_TOKENS)),
+            Backend(rows["triton"], self._prepare, self._own_limit),
             Backend(rows["cutlass"], self._prepare_tuned, note="tactics measured for the whole operator"),
             Backend(replace(rows["cutlass"], backend="cutlass-default"), self._prepare_untuned, note="FlashInfer's default tactics"),
             Backend(rows["torch"], self._prepare),
             Backend(vllm, self._prepare, note="vLLM's default configuration"),
             Backend(elsewhere, self._prepare),
         ]
+
+    def _own_limit(self, case: Case) -> str:
+        shape, moe = self.bench.shape, self.bench.shape.moe
+        assert moe is not None
+        return up_to(UNEVEN_TOKENS)(case) if shape.hidden_size % 128 or moe.intermediate_size % 128 else ""
 
     def _prepare(self, made: Any, copies: list[Experts], bench: Bench) -> list[Call]:
         layout = f"{type(made).__name__} {made.halves}" if isinstance(made, Fp8Moe | OwnFp8Moe) else str(made.halves)
@@ -161,7 +166,7 @@ class Fp8Experts(Moe):
         elsewhere = Row(self.name, "trtllm-gen", absent, frozenset(), HALVES, GEN)
         own = replace(next(row for row in support.rows(self.name) if row.backend == "triton"), make=OwnFp8Moe)
         return [
-            Backend(own, self._prepare, up_to(OWN_TOKENS), FP8_TOLERANCE, note=OWN_IN_BLOCKS),
+            Backend(own, self._prepare, self._own_limit, FP8_TOLERANCE, note=OWN_IN_BLOCKS),
             Backend(row, self._prepare_untuned, tolerance=FP8_TOLERANCE, note=IN_BLOCKS),
             Backend(elsewhere, self._prepare),
         ]

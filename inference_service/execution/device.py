@@ -8,7 +8,17 @@ from dataclasses import dataclass
 import torch
 
 from inference_service.config import Config, ConfigError
-from inference_service.kernels.support import CLAMPED_EXPERTS, FP8_CACHE, FP8_WEIGHTS, SINKS, SOFT_CAP, UNEVEN_HIDDEN, WINDOW, Setting
+from inference_service.kernels.support import (
+    CLAMPED_EXPERTS,
+    FP8_CACHE,
+    FP8_WEIGHTS,
+    SINKS,
+    SOFT_CAP,
+    UNEVEN_EXPERTS,
+    UNEVEN_HIDDEN,
+    WINDOW,
+    Setting,
+)
 from inference_service.kernels.versions import installed_versions
 from inference_service.models.config import DTYPES, ModelConfig
 
@@ -71,5 +81,6 @@ def _features(shape: ModelConfig) -> frozenset[str]:
         CLAMPED_EXPERTS: shape.moe is not None and shape.moe.clamped is not None,
         FP8_WEIGHTS: shape.fp8,
         UNEVEN_HIDDEN: shape.hidden_size % 128 != 0,
+        UNEVEN_EXPERTS: shape.moe is not None and shape.moe.intermediate_size % 128 != 0,
     }
     return frozenset(feature for feature, need in needed.items() if need)

@@ -1,4 +1,4 @@
-"""Weights in FP8 on a GPU: own Triton kernels for some tokens, FlashInfer's DeepGEMM for more.
+"""Weights in FP8 on a GPU: own Triton kernels, and FlashInfer's DeepGEMM, which takes over in products of many tokens.
 
 All round activations to FP8, with a scale for each 128 values of a token's, but for the kernels for one or two tokens.
 
@@ -17,8 +17,8 @@ GEMV_TOKENS = 2
 """Up to so many tokens a weight is streamed once a token (benchmarks/fp8.py)."""
 OWN_TOKENS = 32
 """Up to so many tokens the own product is faster than DeepGEMM."""
-MOE_OWN_TOKENS = 16
-"""Up to so many tokens an expert, on average, the own kernels are faster than CUTLASS at uniform routing; more were not measured."""
+MOE_FEW_TOKENS = 4
+"""Up to so many tokens an expert, on average, the kernels that take 16 at a time are faster than those of tiles at uniform routing."""
 
 
 class DeepGemmFp8:
@@ -75,30 +75,21 @@ class CutlassFp8Moe:
 
 
 class TritonFp8Moe:
-    """The own Triton kernels: for one or two tokens those that stream each chosen expert once a token, else once for 16."""
+    """The own Triton kernels: for one or two tokens those that stream each chosen expert once a token, for more once for 16, then tiles."""
 
     halves = ("up", "gate")
 
     def __init__(self) -> None:
-        from inference_service.kernels import triton_fp8, triton_grouped
+        from inference_service.kernels import triton_fp8, triton_grouped, triton_tiled
 
         self._gemv: Any = triton_fp8.moe_gemv_fp8
         self._grouped: Any = triton_grouped.moe_grouped_fp8
+        self._tiled: Any = triton_tiled.moe_tiled_fp8
 
     def __call__(self, x_TC: Tensor, gate_up: BlockFp8, down: BlockFp8, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        kernels = self._gemv if len(x_TC) <= GEMV_TOKENS or x_TC.shape[1] % BLOCK else self._grouped
+        if len(x_TC) <= GEMV_TOKENS or x_TC.shape[1] % BLOCK:
+            kernels = self._gemv
+        else:
+            kernels = self._grouped if ids_TK.numel() <= MOE_FEW_TOKENS * len(down.values) else self._tiled
         y_TC: Tensor = kernels(x_TC, gate_up.values, gate_up.scales, down.values, down.scales, ids_TK, weights_TK, up_first=True)
         return y_TC
-
-
-class TritonOrCutlassFp8Moe:
-    """The one or the other by how many tokens an expert has on average, which the host knows."""
-
-    halves = ("up", "gate")
-
-    def __init__(self) -> None:
-        self._few, self._many = TritonFp8Moe(), CutlassFp8Moe()
-
-    def __call__(self, x_TC: Tensor, gate_up: BlockFp8, down: BlockFp8, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        moe = self._few if ids_TK.numel() <= MOE_OWN_TOKENS * len(down.values) else self._many
-        return moe(x_TC, gate_up, down, ids_TK, weights_TK)

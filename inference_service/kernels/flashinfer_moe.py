@@ -1,4 +1,4 @@
-"""Experts on a GPU: FlashInfer's CUTLASS kernels for many tokens, own kernels for fewer.
+"""Experts on a GPU: own kernels, and FlashInfer's of CUTLASS.
 
 Shapes: T tokens, C hidden size, E experts, K experts a token, I an expert's intermediate size.
 """
@@ -15,8 +15,8 @@ from inference_service.kernels.support_row import HALVES
 GEMV_SHARE = 1 / 3
 """Up to so many pairs of a token and an expert for each expert, few experts are chosen twice, and to stream them once a pair is faster than
 to find the pairs of each (python -m baselines.kernels --operators moe)."""
-OWN_TOKENS = 8
-"""Up to so many tokens an expert, on average, the own kernels are faster than CUTLASS at uniform routing."""
+FEW_TOKENS = 8
+"""Up to so many tokens an expert, on average, the kernels that take 16 at a time are faster than tiles and CUTLASS, at uniform routing."""
 GEMV_TOKENS = 8
 """The same where experts are of a size that they stream once a pair alone."""
 
@@ -44,15 +44,16 @@ class CutlassMoe:
 
 
 class TritonMoe:
-    """The own Triton kernels: for a few tokens those that stream each chosen expert once a token, else once for 16."""
+    """The own Triton kernels: for a few tokens those that stream each chosen expert once a token, for more once for 16, then tiles."""
 
     halves = ("up", "gate")
 
     def __init__(self) -> None:
-        from inference_service.kernels import triton_grouped, triton_moe
+        from inference_service.kernels import triton_grouped, triton_moe, triton_tiled
 
         self._gemv: Any = triton_moe.moe_gemv
         self._grouped: Any = triton_grouped.moe_grouped
+        self._tiled: Any = triton_tiled.moe_tiled
         self._block = triton_grouped.BLOCK
 
     def pack(self, gate_up_E2IC: Tensor, down_ECI: Tensor) -> tuple[Tensor, Tensor]:
@@ -62,8 +63,10 @@ class TritonMoe:
         self, x_TC: Tensor, gate_up: Tensor, down: Tensor, ids_TK: Tensor, weights_TK: Tensor, clamped: ClampedSwiglu | None = None
     ) -> Tensor:
         assert clamped is None
-        many = ids_TK.numel() > GEMV_SHARE * len(down)
-        kernels = self._grouped if many and self.groups(down) else self._gemv
+        if ids_TK.numel() <= GEMV_SHARE * len(down) or not self.groups(down):
+            kernels = self._gemv
+        else:
+            kernels = self._grouped if ids_TK.numel() <= FEW_TOKENS * len(down) else self._tiled
         y_TC: Tensor = kernels(x_TC, gate_up, down, ids_TK, weights_TK, up_first=True)
         return y_TC
 
@@ -74,7 +77,7 @@ class TritonMoe:
 
 
 class TritonOrCutlassMoe:
-    """The one or the other by the number of tokens, which the host knows."""
+    """The own kernels up to FEW_TOKENS, else CUTLASS, by the number of tokens, which the host knows."""
 
     halves = ("up", "gate")
 
@@ -92,5 +95,5 @@ class TritonOrCutlassMoe:
 
     def choose(self, ids_TK: Tensor, down_ECI: Tensor) -> TritonMoe | CutlassMoe:
         groups = self._few.groups(down_ECI)
-        most = OWN_TOKENS * len(down_ECI) if groups else GEMV_TOKENS * ids_TK.shape[1]
+        most = FEW_TOKENS * len(down_ECI) if groups else GEMV_TOKENS * ids_TK.shape[1]
         return self._few if ids_TK.numel() <= most else self._many

@@ -161,6 +161,7 @@ def _choose(operator: str, wanted: str, setting: Setting, measured: Mapping[str,
         raise ConfigError(f"kernels.{operator}: no backend {wanted!r}; there are: auto, {', '.join(rows)}")
     refusals = {backend: row.refusal(setting) for backend, row in rows.items()}
     able = [backend for backend, refusal in refusals.items() if not refusal]
+    able.sort(key=lambda backend: not rows[backend].preferred(setting))
     if not able:
         raise ConfigError(f"kernels.{operator}: nothing runs here: {'; '.join(refusals.values())}")
     if measured.get(operator) in able:

@@ -1,6 +1,7 @@
 """The support table: which backend of which operator runs on which architecture, in which dtype, and why not elsewhere.
 
-A capability is looked up here, never found out by trying. Rows of an operator stand in the order of preference.
+A capability is looked up here, never found out by trying. Rows of an operator stand in the order of preference, which a row may
+say otherwise where it was measured.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ from inference_service.kernels.support_row import (
     SINKS,
     SOFT_CAP,
     TRITON,
+    UNEVEN_EXPERTS,
     UNEVEN_HIDDEN,
     WINDOW,
     Row,
@@ -72,6 +74,7 @@ __all__ = [
     "SINKS",
     "SOFT_CAP",
     "TABLE",
+    "UNEVEN_EXPERTS",
     "UNEVEN_HIDDEN",
     "WINDOW",
     "Row",
@@ -79,6 +82,12 @@ __all__ = [
     "dtype_name",
     "rows",
 ]
+
+
+def _tiles(setting: Setting) -> bool:
+    """Where the own experts were measured with many tokens too, of which those of uneven sizes have no kernel."""
+    uneven = {UNEVEN_HIDDEN, UNEVEN_EXPERTS} & setting.features
+    return setting.architecture == "sm_90" and setting.dtype in HALVES and not uneven
 
 
 def _cache(setting: Setting) -> str:
@@ -297,6 +306,7 @@ TABLE: tuple[Row, ...] = (
         architectures=GPUS - {"sm_75"},
         elsewhere=NO_TRITON,
         lacks=frozenset({CLAMPED_EXPERTS}),
+        preferred=_tiles,
         requires=TRITON,
     ),
     Row(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from inference_service.kernels import flashinfer_fp8, fp8
-from inference_service.kernels.support_row import FLASHINFER, NO_E4M3, TRITON, UNEVEN_HIDDEN, Row
+from inference_service.kernels.support_row import FLASHINFER, NO_E4M3, TRITON, UNEVEN_HIDDEN, Row, Setting
 
 DEQUANTIZED = "dequantized"
 """The backend that is none."""
@@ -19,6 +19,12 @@ NO_DEEP_GEMM = "FlashInfer's products of FP8 blocks are written for Hopper's ins
 NO_BFLOAT16 = "its kernels are for bfloat16"
 DEEP_GEMM = FLASHINFER | {"cuda": "12.8", "nvcc": "12.8"}
 """It compiles a kernel when it first meets a shape, always with nvcc."""
+
+
+def _tiles(setting: Setting) -> bool:
+    """Where the own experts were measured with many tokens too; uneven experts are filled up when they are loaded."""
+    return setting.architecture in HOPPER and setting.dtype in BFLOAT16 and UNEVEN_HIDDEN not in setting.features
+
 
 FP8_ROWS: tuple[Row, ...] = (
     Row(
@@ -46,17 +52,6 @@ FP8_ROWS: tuple[Row, ...] = (
     Row("gemm_fp8", "torch", fp8.TorchFp8Gemm),
     Row(
         "moe_fp8",
-        "triton+cutlass",
-        flashinfer_fp8.TritonOrCutlassFp8Moe,
-        architectures=HOPPER,
-        dtypes=BFLOAT16,
-        elsewhere=NO_DEEP_GEMM,
-        otherwise=NO_BFLOAT16,
-        lacks=frozenset({UNEVEN_HIDDEN}),
-        requires=DEEP_GEMM | TRITON,
-    ),
-    Row(
-        "moe_fp8",
         "cutlass",
         flashinfer_fp8.CutlassFp8Moe,
         architectures=HOPPER,
@@ -67,6 +62,14 @@ FP8_ROWS: tuple[Row, ...] = (
         requires=DEEP_GEMM,
     ),
     Row("moe_fp8", DEQUANTIZED, fp8.dequantized),
-    Row("moe_fp8", "triton", flashinfer_fp8.TritonFp8Moe, architectures=TRITON_FP8, elsewhere=NO_E4M3, requires=TRITON),
+    Row(
+        "moe_fp8",
+        "triton",
+        flashinfer_fp8.TritonFp8Moe,
+        architectures=TRITON_FP8,
+        elsewhere=NO_E4M3,
+        preferred=_tiles,
+        requires=TRITON,
+    ),
     Row("moe_fp8", "torch", fp8.TorchFp8Moe),
 )

@@ -8,6 +8,8 @@ Shapes: T tokens, C hidden size, E experts, K experts a token, I an expert's int
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
@@ -16,7 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from inference_service.kernels.custom_op import custom_op
 from inference_service.kernels.triton_fp8_round import round_tokens
-from inference_service.kernels.triton_launch import dependent_launch
+from inference_service.kernels.triton_launch import dependent_launch, in_parts
 from inference_service.kernels.triton_sum import sum_parts
 
 MOST_PAIRS = 8192
@@ -159,7 +161,8 @@ def moe_grouped(x_TC: Tensor, gate_up_E2IC: Tensor, down_ECI: Tensor, ids_TK: Te
 
     All tensors are contiguous, C and I multiples of BLOCK; sums have one order.
     """
-    return _in_parts(x_TC, gate_up_E2IC, down_ECI, ids_TK, weights_TK, up_first, None)
+    launch = partial(_launch, gate_up_E2IC, down_ECI, up_first, None)
+    return in_parts(launch, MOST_PAIRS, x_TC, ids_TK, weights_TK)
 
 
 @custom_op(lambda x_TC, *rest: torch.empty_like(x_TC))
@@ -174,30 +177,19 @@ def moe_grouped_fp8(
     up_first: bool,
 ) -> Tensor:
     """The same with weights in FP8; x, and what is between the products, is rounded to it."""
-    return _in_parts(x_TC, gate_up_E2IC, down_ECI, ids_TK, weights_TK, up_first, (gate_up_scales, down_scales))
-
-
-def _in_parts(
-    x_TC: Tensor, gate_up: Tensor, down: Tensor, ids_TK: Tensor, weights_TK: Tensor, up_first: bool, scales: tuple[Tensor, Tensor] | None
-) -> Tensor:
-    """A launch for each MOST_PAIRS."""
-    y_TC = torch.empty_like(x_TC)
-    most = max(MOST_PAIRS // ids_TK.shape[1] // 16 * 16, 16)  # so that all parts begin where vectors of 16 bytes do
-    for first in range(0, len(x_TC), most):
-        part = slice(first, first + most)
-        _launch(x_TC[part], gate_up, down, ids_TK[part], weights_TK[part], y_TC[part], up_first, scales)
-    return y_TC
+    launch = partial(_launch, gate_up_E2IC, down_ECI, up_first, (gate_up_scales, down_scales))
+    return in_parts(launch, MOST_PAIRS, x_TC, ids_TK, weights_TK)
 
 
 def _launch(
-    x_TC: Tensor,
     gate_up_E2IC: Tensor,
     down_ECI: Tensor,
+    up_first: bool,
+    scales: tuple[Tensor, Tensor] | None,
+    x_TC: Tensor,
     ids_TK: Tensor,
     weights_TK: Tensor,
     y_TC: Tensor,
-    up_first: bool,
-    scales: tuple[Tensor, Tensor] | None,
 ) -> None:
     (tokens, hidden), (experts, _, size), top_k = x_TC.shape, down_ECI.shape, ids_TK.shape[1]
     pairs, device, dependent = tokens * top_k, x_TC.device, dependent_launch(x_TC.device)

@@ -25,6 +25,8 @@ NAMES = {
     ("attention_prefill", "fa3"): "PrefillWithKVCache",
     ("attention_prefill", "fmha_v2"): "fmha_v2",
     ("moe", "cutlass"): "cutlass",
+    ("moe", "triton+cutlass"): "cutlass",
+    ("moe", "triton"): "_multiply",
     ("norm", "torch"): "elementwise",
     ("sampling", "flashinfer"): "Renorm",
     ("mla_decode", "triton"): "_attend",

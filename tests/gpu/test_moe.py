@@ -90,7 +90,7 @@ def test_routing_of_bfloat16_with_ties() -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("tokens", [1, 2, 3, 4, 5, 8, 16, 33, 128, 256, 1111])
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4, 5, 8, 16, 33, 128, 129, 256, 1111, 2500])
 def test_experts(backend: str, shape: str, tokens: int) -> None:
     moe = BACKENDS[backend]()
     x, ids, scales = inputs(shape, tokens)
@@ -101,15 +101,16 @@ def test_experts(backend: str, shape: str, tokens: int) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_tokens_that_share_all_experts(backend: str) -> None:
+@pytest.mark.parametrize("tokens", [16, 700])
+def test_tokens_that_share_all_experts(backend: str, tokens: int) -> None:
     moe = BACKENDS[backend]()
-    x, ids, scales = inputs("qwen3-30b-a3b", 16)
-    ids = ids[:1].repeat(16, 1)
+    x, ids, scales = inputs("qwen3-30b-a3b", tokens)
+    ids = ids[:1].repeat(tokens, 1)
     assert error(moe(x, *weights("qwen3-30b-a3b"), ids, scales), reference("qwen3-30b-a3b", x, ids, scales)) < 1e-2
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("tokens", [1, 4, 8, 32, 128])
+@pytest.mark.parametrize("tokens", [1, 4, 8, 32, 128, 256])
 def test_in_a_cuda_graph(backend: str, tokens: int) -> None:
     """Routing and experts are captured together, then replayed on other inputs."""
     moe, routing = BACKENDS[backend](), TritonRouting()
@@ -160,9 +161,10 @@ def test_the_own_kernels_give_equal_bits() -> None:
     assert all(torch.equal(first, moe(x, *packed, ids, scales)) for _ in range(5))
     alone = moe(x[2:3].clone(), *packed, ids[2:3].clone(), scales[2:3].clone())
     assert torch.equal(first[2:3], alone)
-    x, ids, scales = inputs("qwen3-30b-a3b", 32)
-    first = moe(x, *packed, ids, scales)
-    assert all(torch.equal(first, moe(x, *packed, ids, scales)) for _ in range(5))
+    for tokens in (32, 700):
+        x, ids, scales = inputs("qwen3-30b-a3b", tokens)
+        first = moe(x, *packed, ids, scales)
+        assert all(torch.equal(first, moe(x, *packed, ids, scales)) for _ in range(5))
 
 
 def test_the_device_waits_for_a_slow_host(monkeypatch: pytest.MonkeyPatch) -> None:

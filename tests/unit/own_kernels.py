@@ -31,7 +31,7 @@ def launches(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Itera
         yield "route", (random(5, experts), top_k, experts == 9)
     for hidden, size in ((100, 36), (128, 64), (128, 256)):
         ids, weights = ints(2, 0, 1, 2).view(2, 2), random(2, 2, of=torch.float32)
-        for name in ("moe_gemv", "moe_grouped") if size == 256 else ("moe_gemv",):
+        for name in ("moe_gemv", "moe_grouped", "moe_tiled") if size == 256 else ("moe_gemv",):
             yield name, (random(2, hidden), random(3, 2 * size, hidden), random(3, hidden, size), ids, weights, hidden == 100)
     for outputs, inputs in ((64, 256), (192, 384)):
         yield "gemv_fp8", (random(2, inputs), random(outputs, inputs, of=E4M3), random(blocks(outputs), inputs // BLOCK, of=torch.float32))
@@ -42,7 +42,7 @@ def launches(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Itera
         ids, weights = ints(2, 0, 1, 2).view(2, 2), random(2, 2, of=torch.float32)
         gate_up, down = random(3, 2 * size, hidden, of=E4M3), random(3, hidden, size, of=E4M3)
         scales = [random(3, blocks(outputs), blocks(inputs), of=torch.float32) for outputs, inputs in ((2 * size, hidden), (hidden, size))]
-        for name in ("moe_gemv_fp8", "moe_grouped_fp8") if hidden == 128 else ("moe_gemv_fp8",):
+        for name in ("moe_gemv_fp8", "moe_grouped_fp8", "moe_tiled_fp8") if hidden == 128 else ("moe_gemv_fp8",):
             yield name, (random(2, hidden), gate_up, scales[0], down, scales[1], ids, weights, hidden == 100)
     positions, rows, pages = ints(0, 37, -1, -6, 16), ints(0, 1, 0, 1, 1), torch.arange(6, dtype=torch.int32, device=device).view(2, 3)
     for heads, kv_heads, head_dim, page_size, normed in ((6, 2, 64, 16, True), (3, 3, 32, 13, False)):

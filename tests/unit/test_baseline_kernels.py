@@ -296,8 +296,13 @@ def test_every_backend_of_an_h200_is_offered_or_refused_with_a_reason(qwen: Benc
     assert [able[f"attention_{part}"] for part in ("decode", "prefill", "mixed")] == [decode, prefill, mixed]
     assert able["moe"] == {"triton", "cutlass", "cutlass-default", "torch"} and able["moe_fp8"] == {"triton", "cutlass"}
     assert able["gemm"] == {"torch", "triton", "tinygemm"} and able["gemm_fp8"] == {"triton", "cublas", "deepgemm"}
-    for cls, most in ((Gemm, 128), (Fp8Gemm, 256), (Moe, 256), (Fp8Experts, 256)):
-        own = next(each for each in cls(qwen).backends() if each.name == "triton")
+    moe = qwen.shape.moe
+    assert moe is not None
+    uneven = replace(qwen, shape=replace(qwen.shape, moe=replace(moe, intermediate_size=1000)))
+    for bench, cls, most in ((qwen, Gemm, 128), (qwen, Fp8Gemm, 256), (uneven, Moe, 256), (uneven, Fp8Experts, 256)):
+        own = next(each for each in cls(bench).backends() if each.name == "triton")
         assert [bool(own.limit(Case("qkv", {"tokens": tokens}))) for tokens in (most, most + 1)] == [False, True]
+    for cls in (Moe, Fp8Experts):
+        assert not next(each for each in cls(qwen).backends() if each.name == "triton").limit(Case("prefill", {"tokens": 8192}))
     assert able["sampling"] == {"triton", "flashinfer", "flashinfer-own", "torch", "sort"}
     assert able["routing"] == {"triton", "torch"} and able["kv_append"] == {"triton", "torch", "flashinfer"}

@@ -12,12 +12,12 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from inference_service.kernels import triton_split_gemm as split_gemm
+from inference_service.kernels import triton_split_gemm as split_gemm, triton_tiled as tiled
 from inference_service.kernels.triton_grouped import FP8_STAGES, ROWS, STAGES, TOKENS, _down, _gate_up
 from inference_service.kernels.triton_split_gemm import WIDTHS, _gemm_split
 
-ROUNDED = set("x_TC x_TK h_AI gate_up_E2IC down_ECI weight_NK".split())
-TYPES = {"x_TK": "*bf16", "pairs_EA": "*i32", "counts_E": "*i32", "pairs": "i32", "tokens": "i32"}
+ROUNDED = set("x_TC x_TK h_AI gate_up_E2IC down_ECI weight_NK x weight".split())
+TYPES = {"x_TK": "*bf16", "y_A": "*bf16", "pairs_EA": "*i32", "counts_E": "*i32", "tiles_N2": "*i32", "pairs": "i32", "tokens": "i32"}
 
 def build(kernel, architecture, warps, stages, FP8, **sizes):
     sizes |= {"PDL": architecture >= 90, "FP8": FP8}
@@ -41,6 +41,10 @@ def variants(architecture, FP8):
     sizes, stages = {"C": 2048, "I": 768, "FP8": FP8, "TOKENS": TOKENS, "ROWS": ROWS}, FP8_STAGES if FP8 else STAGES
     yield build(_gate_up, architecture, 4, stages[0], K=8, UP_FIRST=True, **sizes)
     yield build(_down, architecture, 4, stages[1], **sizes)
+    tile, block, stages = (tiled.FP8_TOKENS, tiled.FP8_BLOCK, tiled.FP8_STAGES) if FP8 else (tiled.TOKENS, tiled.BLOCK, tiled.STAGES)
+    sizes = {"UP_FIRST": True, "FP8": FP8, "ROWS": tiled.ROWS, "TOKENS": tile, "BLOCK": block}
+    yield build(tiled._multiply, architecture, 4, stages[0], OUTPUTS=768, LENGTH=2048, SHARED=8, GATED=True, **sizes)
+    yield build(tiled._multiply, architecture, 4, stages[1], OUTPUTS=2048, LENGTH=768, SHARED=1, GATED=False, **sizes)
 
 for FP8 in (False, True):
     for architecture in (89, 120):

@@ -30,6 +30,7 @@ def import_own() -> None:
         triton_routing,
         triton_sampling,
         triton_split_gemm,
+        triton_tiled,
     )
 
 
@@ -50,8 +51,8 @@ def test_own_operators_do_what_they_declare() -> None:
             check(name, arguments)
         seen.add(name)
     latent = {"route_grouped", "route_input", "mla_attend", "mla_append"}
-    fp8 = {"gemv_fp8", "gemm_fp8_split", "moe_gemv_fp8", "moe_grouped_fp8"}
-    products = {"gemv", "gemm_split", "moe_gemv", "moe_grouped"}
+    fp8 = {"gemv_fp8", "gemm_fp8_split", "moe_gemv_fp8", "moe_grouped_fp8", "moe_tiled_fp8"}
+    products = {"gemv", "gemm_split", "moe_gemv", "moe_grouped", "moe_tiled"}
     assert seen == latent | fp8 | products | {"route", "append", "attend", "greedy", "draw"}
 
 

@@ -229,7 +229,7 @@ def test_the_support_table_chooses() -> None:
         return {choice.row.operator: (choice.row.backend, choice.reason) for choice in select(Kernels(), where)}
 
     hopper = chosen("sm_90", torch.bfloat16)
-    assert (hopper["gemm_fp8"][0], hopper["moe_fp8"][0]) == ("triton+deepgemm", "triton+cutlass") and "moe" not in hopper
+    assert (hopper["gemm_fp8"][0], hopper["moe_fp8"][0]) == ("triton+deepgemm", "triton") and "moe" not in hopper
     uneven = chosen("sm_90", torch.bfloat16, support.UNEVEN_HIDDEN)
     assert uneven["gemm_fp8"][0] == "triton+deepgemm" and uneven["moe_fp8"][0] == "dequantized" and "moe" in uneven
     for architecture, dtype in (("sm_80", torch.bfloat16), ("sm_100", torch.bfloat16), ("sm_90", torch.float16), ("x86_64", torch.float32)):

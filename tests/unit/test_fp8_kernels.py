@@ -136,16 +136,19 @@ def test_own_experts(tokens: int, hidden: int, experts: int, size: int, top_k: i
     if hidden % BLOCK == 0:
         expected = rounding_experts(x, gate_up, down, ids, weights, up_first)
         assert error(triton_grouped.moe_grouped_fp8(x, *arguments), expected) < 1e-5
+        triton_tiled = pytest.importorskip("inference_service.kernels.triton_tiled")
+        assert error(triton_tiled.moe_tiled_fp8(x, *arguments), expected) < 1e-5
 
 
-def test_own_experts_whose_tokens_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More of one expert's than a block holds, none of another's, and more than a launch takes."""
-    triton_grouped = pytest.importorskip("inference_service.kernels.triton_grouped")
-    gate_up, down, x = random_fp8(3, 256, 128), random_fp8(3, 128, 128), torch.randn(23, 128)
-    ids = torch.tensor([[0, 2]] * 20 + [[2, 0]] * 3, dtype=torch.int32)
-    weights = torch.rand(23, 2)
+@pytest.mark.parametrize(("name", "tokens"), [("grouped", 23), ("tiled", 85)])
+def test_own_experts_whose_tokens_are_many(name: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More of one expert's than a block or a tile holds, none of another's, and more than a launch takes."""
+    kernels = pytest.importorskip(f"inference_service.kernels.triton_{name}")
+    gate_up, down, x = random_fp8(3, 256, 256), random_fp8(3, 256, 128), torch.randn(tokens, 256)
+    ids = torch.tensor([[0, 2]] * 20 + [[2, 0]] * (tokens - 20), dtype=torch.int32)
+    weights = torch.rand(tokens, 2)
     arguments = gate_up.values, gate_up.scales, down.values, down.scales, ids, weights, False
     expected = rounding_experts(x, gate_up, down, ids, weights, up_first=False)
-    for pairs in (triton_grouped.MOST_PAIRS, 32):
-        monkeypatch.setattr(triton_grouped, "MOST_PAIRS", pairs)
-        assert error(triton_grouped.moe_grouped_fp8(x, *arguments), expected) < 1e-5
+    for pairs in (kernels.MOST_PAIRS, 32):
+        monkeypatch.setattr(kernels, "MOST_PAIRS", pairs)
+        assert error(getattr(kernels, f"moe_{name}_fp8")(x, *arguments), expected) < 1e-5

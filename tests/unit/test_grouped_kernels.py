@@ -1,5 +1,5 @@
-"""The own kernels that stream a weight once for some dozens of tokens, interpreted, against the references; in float16, since Triton's
-interpreter multiplies bfloat16 by its bits."""
+"""The own kernels that stream a weight once for some dozens of tokens, or take them in tiles, interpreted, against the references; in
+float16, since Triton's interpreter multiplies bfloat16 by its bits."""
 
 from __future__ import annotations
 
@@ -27,33 +27,59 @@ def experts_of(count: int, size: int, hidden: int) -> tuple[Tensor, Tensor]:
     return torch.randn(count, 2 * size, hidden), torch.randn(count, hidden, size)
 
 
+def experts_by(name: str) -> Any:
+    kernels = pytest.importorskip(f"inference_service.kernels.triton_{name}")
+    return getattr(kernels, f"moe_{name}")
+
+
 def swapped(gate_up: Tensor) -> Tensor:
     return gate_up.roll(gate_up.shape[1] // 2, 1)
 
 
-@pytest.mark.parametrize(("tokens", "hidden", "experts", "size", "top_k"), [(1, 128, 4, 128, 2), (3, 256, 5, 384, 3), (19, 128, 2, 128, 2)])
+@pytest.mark.parametrize(
+    ("name", "tokens", "hidden", "experts", "size", "top_k"),
+    [
+        ("grouped", 1, 128, 4, 128, 2),
+        ("grouped", 3, 256, 5, 384, 3),
+        ("grouped", 19, 128, 2, 128, 2),
+        ("tiled", 1, 128, 4, 128, 2),
+        ("tiled", 300, 256, 2, 128, 2),
+        ("tiled", 150, 128, 5, 384, 3),
+    ],
+)
 @pytest.mark.parametrize("up_first", [False, True])
-def test_experts(tokens: int, hidden: int, experts: int, size: int, top_k: int, up_first: bool) -> None:
-    """Some have no token, and some more than a block of them."""
-    kernels = pytest.importorskip("inference_service.kernels.triton_grouped")
+def test_experts(name: str, tokens: int, hidden: int, experts: int, size: int, top_k: int, up_first: bool) -> None:
+    """Some have no token, and some more than a block or a tile of them; the last tile is a half or a quarter, or a whole one."""
+    moe = experts_by(name)
     gate_up, down = experts_of(experts, size, hidden)
     x = torch.randn(tokens, hidden)
     ids, weights = TorchRouting()(torch.randn(tokens, experts), top_k, True)
     expected = TorchMoe()(x, gate_up, down, ids, weights)
     stacked = swapped(gate_up) if up_first else gate_up
-    assert error(kernels.moe_grouped(x, stacked, down, ids, weights, up_first), expected) < 1e-5
+    assert error(moe(x, stacked, down, ids, weights, up_first), expected) < 1e-5
     halves = (tensor.half() for tensor in (x, stacked, down))
-    y = kernels.moe_grouped(*halves, ids, weights, up_first)
+    y = moe(*halves, ids, weights, up_first)
     assert y.dtype == torch.float16 and error(y, expected) < 1e-2
 
 
-def test_experts_of_more_tokens_than_a_launch_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels = pytest.importorskip("inference_service.kernels.triton_grouped")
+@pytest.mark.parametrize("name", ["grouped", "tiled"])
+def test_experts_of_more_tokens_than_a_launch_takes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = pytest.importorskip(f"inference_service.kernels.triton_{name}")
     gate_up, down, x = *experts_of(3, 128, 128), torch.randn(23, 128)
     ids, weights = torch.tensor([[0, 2]] * 20 + [[2, 0]] * 3, dtype=torch.int32), torch.rand(23, 2)
     monkeypatch.setattr(kernels, "LISTED", 8)
     monkeypatch.setattr(kernels, "MOST_PAIRS", 32)
-    assert error(kernels.moe_grouped(x, gate_up, down, ids, weights, False), TorchMoe()(x, gate_up, down, ids, weights)) < 1e-5
+    assert error(experts_by(name)(x, gate_up, down, ids, weights, False), TorchMoe()(x, gate_up, down, ids, weights)) < 1e-5
+
+
+@pytest.mark.parametrize("counts", [[0, 0, 300], [300, 0, 0], [128, 0, 129], [1, 127, 64], [65, 32, 33], [5, 0, 0]])
+def test_tiles_of_uneven_experts(counts: list[int]) -> None:
+    """Each pair is computed once, wherever an expert's tiles end, and tables have room for all tiles."""
+    gate_up, down = experts_of(3, 128, 128)
+    ids = torch.cat([torch.full((count,), expert) for expert, count in enumerate(counts)]).int()
+    ids = ids[torch.randperm(len(ids))][:, None].contiguous()
+    x, weights = torch.randn(len(ids), 128), torch.rand(len(ids), 1)
+    assert error(experts_by("tiled")(x, gate_up, down, ids, weights, False), TorchMoe()(x, gate_up, down, ids, weights)) < 1e-5
 
 
 class Recorded:
@@ -69,23 +95,24 @@ class Recorded:
 
 
 @pytest.mark.parametrize(
-    ("hidden", "dtype", "once_a_token", "once"),
-    [(128, torch.float16, [1], [2]), (96, torch.float16, [1, 2], []), (128, torch.float32, [1, 2], [])],
+    ("hidden", "dtype", "once_a_token", "once", "tiled"),
+    [(128, torch.float16, [1], [2, 24], [25]), (96, torch.float16, [1, 2], [], []), (128, torch.float32, [1, 2], [], [])],
 )
-def test_which_kernels_experts_take(hidden: int, dtype: torch.dtype, once_a_token: list[int], once: list[int]) -> None:
-    """With two tokens there are more pairs than a third of the experts; other shapes and float32 are for the kernels that take all."""
+def test_which_kernels_experts_take(hidden: int, dtype: torch.dtype, once_a_token: list[int], once: list[int], tiled: list[int]) -> None:
+    """With two tokens there are more pairs than a third of the experts, with 25 more than 8 an expert; other shapes and float32 are for the
+    kernels that take all."""
     pytest.importorskip("triton")
     from inference_service.kernels.flashinfer_moe import TritonMoe
 
     moe = TritonMoe()
-    moe._gemv, moe._grouped = Recorded(moe._gemv), Recorded(moe._grouped)
+    moe._gemv, moe._grouped, moe._tiled = Recorded(moe._gemv), Recorded(moe._grouped), Recorded(moe._tiled)
     gate_up, down = experts_of(6, 128, hidden)
-    for tokens in (1, 2):
+    for tokens in once_a_token + once + tiled:
         x = torch.randn(tokens, hidden)
         ids, weights = TorchRouting()(torch.randn(tokens, 6), 2, True)
         y = moe(x.to(dtype), *moe.pack(swapped(gate_up).to(dtype), down.to(dtype)), ids, weights)
         assert error(y, TorchMoe()(x, gate_up, down, ids, weights)) < 1e-2
-    assert (moe._gemv.tokens, moe._grouped.tokens) == (once_a_token, once)
+    assert (moe._gemv.tokens, moe._grouped.tokens, moe._tiled.tokens) == (once_a_token, once, tiled)
 
 
 @pytest.mark.parametrize(("experts", "size", "top_k", "most"), [(128, 768, 8, 128), (64, 1408, 6, 85), (8, 256, 2, 32), (128, 192, 8, 8)])

@@ -97,8 +97,8 @@ def test_attention_by_architecture(architecture: str, decode: str, prefill: str)
 @pytest.mark.parametrize(
     ("features", "decode", "prefill", "moe"),
     [
-        ({support.WINDOW}, "triton", "fa2", "triton+cutlass"),
-        ({support.WINDOW, support.SOFT_CAP}, "triton", "fa2", "triton+cutlass"),
+        ({support.WINDOW}, "triton", "fa2", "triton"),
+        ({support.WINDOW, support.SOFT_CAP}, "triton", "fa2", "triton"),
         ({support.WINDOW, support.SINKS, support.CLAMPED_EXPERTS}, "triton", "triton", "torch"),
     ],
 )
@@ -108,6 +108,27 @@ def test_what_a_model_needs_decides_who_can(features: set[str], decode: str, pre
     # Gemma's heads are wider than the Triton kernel's.
     wide = backends("sm_90", torch.bfloat16, features=frozenset(features), head_dim=256)
     assert wide["attention_decode"] == wide["attention_prefill"] == ("torch" if support.SINKS in features else "fa2")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "dtype", "features", "moe"),
+    [
+        ("sm_90", torch.bfloat16, set(), "triton"),
+        ("sm_90", torch.float16, set(), "triton"),
+        ("sm_90", torch.float32, set(), "torch"),
+        ("sm_90", torch.bfloat16, {support.UNEVEN_EXPERTS}, "triton+cutlass"),
+        ("sm_90", torch.bfloat16, {support.UNEVEN_HIDDEN}, "triton+cutlass"),
+        ("sm_100", torch.bfloat16, set(), "triton+cutlass"),
+        ("sm_89", torch.bfloat16, set(), "triton+cutlass"),
+        ("sm_80", torch.bfloat16, set(), "torch"),
+    ],
+)
+def test_the_own_experts_are_preferred_where_they_were_measured(
+    architecture: str, dtype: torch.dtype, features: set[str], moe: str
+) -> None:
+    assert backends(architecture, dtype, features=frozenset(features))["moe"] == moe
+    forced = chosen(Kernels(moe="cutlass"), architecture, dtype, features=frozenset(features), versions=ALL_THERE)["moe"].backend
+    assert forced == ("cutlass" if moe in ("triton", "triton+cutlass") else moe)
 
 
 @pytest.mark.parametrize(
