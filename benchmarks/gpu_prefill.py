@@ -1,8 +1,9 @@
 """Prefill on a GPU: what eager steps cost on host and device, what chunks cost beside decodes, and the experts by themselves.
 
     python -m benchmarks.gpu_prefill --config configs/h200.yaml --out results
+    python -m benchmarks.gpu_prefill --config configs/h200.yaml --out results --set kernels.moe=triton+cutlass
 
-Measures the experts' kernels as tuned by `prebuild`, untuned, and untuned with FlashInfer's own look-up of tactics, in one process.
+CUTLASS's experts are measured as tuned by `prebuild`, untuned, and untuned with FlashInfer's own look-up of tactics, in one process.
 Writes prefill.json.
 """
 
@@ -53,25 +54,25 @@ def main() -> None:
     loaded = load_model(config, resolve_model(config.model.path), say)
     executor = build_cuda_executor(config, loaded, say)
     bench = Bench(executor, config, context=256, steps=32)
-    prompts = [tokens for tokens in PROMPTS if tokens <= config.batch.step_tokens]
-    tactics = expert_tactics()
-    tuned = tactics.pairs
-    tuner: Any = getattr(tactics.otherwise, "__self__", None)  # FlashInfer's
-
-    section("chunks beside decodes", partial(mixed, bench, config.batch.step_tokens, config.batch.max_requests))
-    section("prompts, tuned", lambda: {tokens: eager(bench, tokens) for tokens in prompts})
-    tactics.use({})
-    section("prompts, untuned", lambda: {tokens: eager(bench, tokens) for tokens in prompts})
-    tuner.choose_one = tactics.otherwise
-    section("prompts, untuned, FlashInfer's look-up", lambda: {tokens: eager(bench, tokens) for tokens in prompts})
-    tuner.choose_one = tactics.choose_one
-
     sparse = next((layer.mlp for layer in loaded.model.layers if isinstance(layer.mlp, SparseMlp)), None)
+    prompts = [tokens for tokens in PROMPTS if tokens <= config.batch.step_tokens]
+    section("chunks beside decodes", partial(mixed, bench, config.batch.step_tokens, config.batch.max_requests))
+    section("prompts", lambda: {tokens: eager(bench, tokens) for tokens in prompts})
     if sparse:
-        for name, pairs in (("tuned", tuned), ("untuned", {})):
-            tactics.use(pairs)
-            section(f"experts, {name}", lambda: {tokens: experts(sparse, loaded.model.norm.weight_C, tokens) for tokens in (512, *prompts)})
+        section("experts", lambda: {tokens: experts(sparse, loaded.model.norm.weight_C, tokens) for tokens in (512, *prompts)})
+    if any(choice.row.operator == "moe" and "cutlass" in choice.row.backend for choice in loaded.choices):
+        untuned(section, lambda: {tokens: eager(bench, tokens) for tokens in prompts})
     executor.close()
+
+
+def untuned(section: Callable[[str, Callable[[], Any]], None], measure: Callable[[], Any]) -> None:
+    tactics = expert_tactics()
+    tuner: Any = getattr(tactics.otherwise, "__self__", None)  # FlashInfer's
+    tactics.use({})
+    section("prompts, untuned", measure)
+    tuner.choose_one = tactics.otherwise
+    section("prompts, untuned, FlashInfer's look-up", measure)
+    tuner.choose_one = tactics.choose_one
 
 
 def eager(bench: Bench, tokens: int) -> dict[str, float]:
@@ -103,12 +104,12 @@ def mixed(bench: Bench, step_tokens: int, max_requests: int) -> dict[str, dict[s
 
 @torch.inference_mode()
 def experts(sparse: SparseMlp, like_C: torch.Tensor, tokens: int) -> dict[str, Any]:
-    """us of a layer's experts where each token chooses at random, and where all choose alike; and the tactics used."""
+    """us of a layer's experts where each token chooses at random, and where all choose alike."""
     count, top_k = sparse.config.experts, sparse.config.top_k
     x_TC = torch.randn(tokens, len(like_C), dtype=like_C.dtype, device=like_C.device)
     weights_TK = torch.full((tokens, top_k), 1 / top_k, device=like_C.device)
     uniform_TK = torch.rand(tokens, count, device=like_C.device).topk(top_k).indices.int()
-    found: dict[str, Any] = {"tactics": expert_tactics().find(tokens)}
+    found: dict[str, Any] = {}
     for name, ids_TK in (("uniform", uniform_TK), ("alike", uniform_TK[:1].repeat(tokens, 1))):
         run = partial(sparse.experts, x_TC, ids_TK, weights_TK)
         run()

@@ -13,7 +13,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from inference_service.kernels.custom_op import custom_op
-from inference_service.kernels.triton_launch import dependent_launch, divisor
+from inference_service.kernels.triton_launch import Launched, dependent_launch, divisor
 
 
 @triton.jit
@@ -31,6 +31,7 @@ def _scaled(weight, x, scales, SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl
     return tl.sum(tl.reshape(products, [ROWS, BLOCK // 128, 128]), 2) * scale
 
 
+@Launched
 @triton.jit
 def _gemv_fp8(
     x_TK,
@@ -89,6 +90,7 @@ def columns_of(size: int, limit: int) -> int:
     return even if even >= min(512, limit) else max(128, min(limit, 1 << (size - 1).bit_length()))
 
 
+@Launched
 @triton.jit
 def _gate_up_fp8(
     x_TC,
@@ -129,6 +131,7 @@ def _gate_up_fp8(
     tl.store(h_TKI + pair.to(tl.int64) * I + rows, gate / (1 + tl.exp(-gate)) * up)
 
 
+@Launched
 @triton.jit
 def _down_fp8(
     h_TKI,

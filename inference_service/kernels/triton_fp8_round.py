@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from inference_service.kernels.triton_launch import dependent_launch
+from inference_service.kernels.triton_launch import Launched, dependent_launch
 
 GROUPS = 8
 """Of 128 values: what a program rounds."""
@@ -22,6 +22,7 @@ def rounded(x_RB):
     return (values / scales_R[:, None]).to(tl.float8e4nv), scales_R
 
 
+@Launched
 @triton.jit
 def _round(x_TC, y_TC, scales_TG, C: tl.constexpr, GROUPS: tl.constexpr, PDL: tl.constexpr):
     """GROUPS times 128 values of one token."""

@@ -12,9 +12,10 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from inference_service.kernels.custom_op import custom_op
-from inference_service.kernels.triton_launch import block, dependent_launch, divisor
+from inference_service.kernels.triton_launch import Launched, block, dependent_launch, divisor
 
 
+@Launched
 @triton.jit
 def _gemv(
     x_TK,

@@ -18,7 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from inference_service.kernels.custom_op import custom_op
 from inference_service.kernels.triton_fp8_round import round_tokens
-from inference_service.kernels.triton_launch import dependent_launch, in_parts
+from inference_service.kernels.triton_launch import Launched, dependent_launch, in_parts
 from inference_service.kernels.triton_sum import sum_parts
 
 MOST_PAIRS = 8192
@@ -31,6 +31,7 @@ STAGES, FP8_STAGES = (3, 5), (4, 4)
 """Of gate and up, and of down: one more than blocks that are loaded at once, as fit into the 99 KiB of sm_89 and sm_120."""
 
 
+@Launched
 @triton.jit(do_not_specialize=["pairs"])
 def _list(ids_A, pairs_EA, counts_E, pairs, LISTED: tl.constexpr, PDL: tl.constexpr):
     """The pairs of one expert, in their order, and how many there are."""
@@ -47,6 +48,7 @@ def _list(ids_A, pairs_EA, counts_E, pairs, LISTED: tl.constexpr, PDL: tl.conste
     tl.store(counts_E + expert, count)
 
 
+@Launched
 @triton.jit(do_not_specialize=["pairs"])
 def _gate_up(
     x_TC,
@@ -105,6 +107,7 @@ def _gate_up(
         tl.store(h_AI + pair.to(tl.int64)[:, None] * I + rows[None, :], tl.trans(h), mask=exists)
 
 
+@Launched
 @triton.jit(do_not_specialize=["pairs"])
 def _down(
     h_AI,

@@ -12,9 +12,10 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from inference_service.kernels.custom_op import custom_op
-from inference_service.kernels.triton_launch import dependent_launch
+from inference_service.kernels.triton_launch import Launched, dependent_launch
 
 
+@Launched
 @triton.jit
 def _route(
     logits_TE,

@@ -11,12 +11,13 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from inference_service.kernels.custom_op import custom_op
-from inference_service.kernels.triton_launch import dependent_launch
+from inference_service.kernels.triton_launch import Launched, dependent_launch
 
 HEADS_A_PROGRAM = 8
 
 
 # Where the step's inputs lie in memory, and how wide the page table is, must not make a new variant of the kernel.
+@Launched
 @triton.jit(do_not_specialize=["pages_stride"], do_not_specialize_on_alignment=["positions_T", "row_T", "pages_RM"])
 def _append(
     qkv_TND,

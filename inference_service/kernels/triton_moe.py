@@ -14,7 +14,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from inference_service.kernels.custom_op import custom_op
-from inference_service.kernels.triton_launch import block, dependent_launch, divisor
+from inference_service.kernels.triton_launch import Launched, block, dependent_launch, divisor
 
 GATE_UP_ROWS, GATE_UP_COLUMNS, GATE_UP_WARPS = 2, 1024, 8
 """How a program of the first kernel cuts its work: weight rows, columns of a load, and warps."""
@@ -31,6 +31,7 @@ def _load(pointers, columns, SIZE: tl.constexpr, BLOCK: tl.constexpr):
         return tl.load(pointers, mask=columns < SIZE, other=0.0)
 
 
+@Launched
 @triton.jit
 def _gate_up(
     x_TC,
@@ -68,6 +69,7 @@ def _gate_up(
     tl.store(h_TKI + pair.to(tl.int64) * I + rows, gate / (1 + tl.exp(-gate)) * up)
 
 
+@Launched
 @triton.jit
 def _down(
     h_TKI,

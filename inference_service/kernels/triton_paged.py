@@ -13,7 +13,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from inference_service.kernels.custom_op import custom_op, nothing
-from inference_service.kernels.triton_launch import dependent_launch
+from inference_service.kernels.triton_launch import Launched, dependent_launch
 
 LOG2_E = 1.4426950408889634
 
@@ -30,6 +30,7 @@ def _pages(table_M, block, slot, position, PAGE_SIZE: tl.constexpr, BLOCK: tl.co
 
 
 # Where the step's inputs lie in memory, and how wide the page table is, must not make a new variant of the kernel.
+@Launched
 @triton.jit(do_not_specialize=["pages_stride"], do_not_specialize_on_alignment=["positions_T", "row_T", "pages_RM"])
 def _attend(
     q_THD,
@@ -125,6 +126,7 @@ def _attend(
         tl.store(weight_THX + part, tl.where(some, top + tl.log2(total), float("-inf")), mask=exists)
 
 
+@Launched
 @triton.jit
 def _combine(o_THXD, weight_THX, o_THD, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr):
     """The parts of one token and head, weighted by powers of two. Parts of nothing are not read: no one wrote them."""

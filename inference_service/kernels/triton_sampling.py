@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from inference_service.kernels.custom_op import custom_op
-from inference_service.kernels.triton_launch import dependent_launch
+from inference_service.kernels.triton_launch import Launched, dependent_launch
 
 CHUNK = 4096
 WAYS = 8
@@ -24,6 +24,7 @@ DEPTH = 80.0
 """Below it no probability is left. 8^9 parts of it are as fine as the reference's 27 halvings."""
 
 
+@Launched
 @triton.jit
 def _best(logits_RV, values_RS, ids_RS, V, stride, S, CHUNK: tl.constexpr, PDL: tl.constexpr):
     """The best logit of each chunk, and the lowest id that has it."""
@@ -38,6 +39,7 @@ def _best(logits_RV, values_RS, ids_RS, V, stride, S, CHUNK: tl.constexpr, PDL: 
     tl.store(ids_RS + row * S + chunk, chunk * CHUNK + index)
 
 
+@Launched
 @triton.jit
 def _combine(values_RS, ids_RS, ids_R, V, S, BLOCK_S: tl.constexpr, PDL: tl.constexpr):
     """The best of the chunks' best."""
@@ -85,6 +87,7 @@ def _is_active(temperature, parameter, V, MASS: tl.constexpr):
         return (temperature > 0) & (parameter > 0) & (parameter < V)
 
 
+@Launched
 @triton.jit(do_not_specialize=["index"])
 def _search(
     logits_RV,
@@ -146,6 +149,7 @@ def _search(
         tl.store(new_sums_RSW + offsets, tl.sum(sums, 1))
 
 
+@Launched
 @triton.jit
 def _settle(
     temperature_R,
@@ -207,6 +211,7 @@ def _gumbel(seed, position, tokens):
     return -tl.log(exponential)
 
 
+@Launched
 @triton.jit
 def _draw(
     logits_RV,

@@ -18,7 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from inference_service.kernels.custom_op import custom_op
 from inference_service.kernels.small_gemm import SPLIT_INPUTS, SPLIT_ROWS
 from inference_service.kernels.triton_fp8_round import rounded
-from inference_service.kernels.triton_launch import dependent_launch, divisor
+from inference_service.kernels.triton_launch import Launched, dependent_launch, divisor
 from inference_service.kernels.triton_sum import sum_parts
 
 MOST_SPLITS = 8
@@ -35,6 +35,7 @@ FP8_STAGES = {16: 5, 32: 4, 64: 3}
 """STAGES of FP8, by the tokens of a program."""
 
 
+@Launched
 @triton.jit(do_not_specialize=["tokens"])
 def _gemm_split(
     x_TK,

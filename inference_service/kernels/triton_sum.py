@@ -7,9 +7,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from inference_service.kernels.triton_launch import dependent_launch, divisor
+from inference_service.kernels.triton_launch import Launched, dependent_launch, divisor
 
 
+@Launched
 @triton.jit
 def _sum(y_TKC, y_TC, C: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """BLOCK columns of one token."""

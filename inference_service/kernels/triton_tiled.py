@@ -18,7 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from inference_service.kernels.custom_op import custom_op
 from inference_service.kernels.triton_fp8_round import round_tokens
-from inference_service.kernels.triton_launch import dependent_launch, in_parts
+from inference_service.kernels.triton_launch import Launched, dependent_launch, in_parts
 from inference_service.kernels.triton_sum import sum_parts
 
 MOST_PAIRS = 65536
@@ -34,6 +34,7 @@ FP8_TOKENS, FP8_BLOCK, FP8_STAGES = 64, 128, (3, 4)
 """The same for FP8, where the columns of a load share a scale, and its product takes registers beside the sums."""
 
 
+@Launched
 @triton.jit(do_not_specialize=["pairs"])
 def _list_tiles(ids_A, pairs_EA, counts_E, tiles_N2, pairs, LISTED: tl.constexpr, TOKENS: tl.constexpr, PDL: tl.constexpr):
     """The pairs of one expert in their order, how many there are, and its tiles: the expert, and where in its list each begins.
@@ -127,6 +128,7 @@ def _multiply_tile(
     tl.store(y_A + pair[:, None] * OUTPUTS + outputs[None, :], tl.trans(y), mask=exists[:, None])
 
 
+@Launched
 @triton.jit(do_not_specialize=["pairs"])
 def _multiply(
     x,

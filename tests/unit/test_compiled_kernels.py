@@ -19,12 +19,13 @@ from inference_service.kernels.triton_split_gemm import WIDTHS, _gemm_split
 ROUNDED = set("x_TC x_TK h_AI gate_up_E2IC down_ECI weight_NK x weight".split())
 TYPES = {"x_TK": "*bf16", "y_A": "*bf16", "pairs_EA": "*i32", "counts_E": "*i32", "tiles_N2": "*i32", "pairs": "i32", "tokens": "i32"}
 
-def build(kernel, architecture, warps, stages, FP8, **sizes):
+def build(launched, architecture, warps, stages, FP8, **sizes):
+    kernel = launched.jit
     sizes |= {"PDL": architecture >= 90, "FP8": FP8}
-    absent = [] if kernel is not _gemm_split else ["bias_N"]
+    absent = [] if launched is not _gemm_split else ["bias_N"]
     absent += [] if FP8 else [name for name in kernel.arg_names if "scales" in name]
     sizes |= dict.fromkeys(absent)
-    rounded = dict.fromkeys(ROUNDED - {"x_TK"}, "*fp8e4nv") | {"h_AI": "*fp8e4nv" if kernel is _down else "*bf16"}
+    rounded = dict.fromkeys(ROUNDED - {"x_TK"}, "*fp8e4nv") | {"h_AI": "*fp8e4nv" if launched is _down else "*bf16"}
     types = TYPES | (rounded if FP8 else dict.fromkeys(ROUNDED, "*bf16"))
     types = {name: types.get(name, "*fp32") for name in kernel.arg_names if name not in sizes}
     aligned = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name, type in types.items() if type[0] == "*"}
