@@ -3,8 +3,8 @@
     python -m benchmarks.gpu_prefill --config configs/h200.yaml --out results
     python -m benchmarks.gpu_prefill --config configs/h200.yaml --out results --set kernels.moe=triton+cutlass
 
-CUTLASS's experts are measured as tuned by `prebuild`, untuned, and untuned with FlashInfer's own look-up of tactics, in one process.
-Writes prefill.json.
+Prompts with CUTLASS's experts are measured as `prebuild` with the same settings has tuned them, untuned, and untuned with FlashInfer's own
+look-up of tactics, in one process. Writes prefill.json.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from inference_service.execution.cuda_start import build_cuda_executor
 from inference_service.execution.loading import load_model
 from inference_service.fetch import resolve_model
 from inference_service.kernels.expert_tactics import expert_tactics, microseconds
+from inference_service.kernels.selection import multiplies_by_cutlass
 from inference_service.models.layers import SparseMlp
 
 PROMPTS = (1024, 2048, 4096, 8192)
@@ -60,7 +61,7 @@ def main() -> None:
     section("prompts", lambda: {tokens: eager(bench, tokens) for tokens in prompts})
     if sparse:
         section("experts", lambda: {tokens: experts(sparse, loaded.model.norm.weight_C, tokens) for tokens in (512, *prompts)})
-    if any(choice.row.operator == "moe" and "cutlass" in choice.row.backend for choice in loaded.choices):
+    if multiplies_by_cutlass(loaded.choices):
         untuned(section, lambda: {tokens: eager(bench, tokens) for tokens in prompts})
     executor.close()
 

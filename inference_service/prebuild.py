@@ -16,6 +16,7 @@ from inference_service.execution.tuning import Tuning, describe, load_tuning, sa
 from inference_service.fetch import resolve_model
 from inference_service.kernels.expert_tactics import expert_tactics
 from inference_service.kernels.flashinfer_moe import CutlassMoe
+from inference_service.kernels.selection import multiplies_by_cutlass, select
 from inference_service.models.experts import Experts
 from inference_service.models.families import read_config
 from inference_service.models.layers import SparseMlp
@@ -31,15 +32,19 @@ def prebuild(config: Config, progress: Report, if_missing: bool = False) -> None
         raise ConfigError("device.kind: prebuild is for a GPU; on a CPU there is nothing to build")
     model_dir = resolve_model(config.model.path)
     shape = apply_config(read_config(model_dir), config)
-    made_for = describe(target, find_setting(config, target, shape, find_dtype(config, target.device, shape.dtype)), shape)
-    if if_missing and (kept := load_tuning(made_for)) and kept.mixed is not None:
+    setting = find_setting(config, target, shape, find_dtype(config, target.device, shape.dtype))
+    made_for = describe(target, setting, shape)
+    kept = load_tuning(made_for)
+    tuned = bool(kept and kept.expert_tactics) or not multiplies_by_cutlass(select(config.kernels, setting))
+    if if_missing and kept and kept.mixed is not None and tuned:
         progress(f"it is kept already, in {tuning_file(made_for)}")
         return
     loaded = load_model(config, model_dir, progress)
     operator = "mla_prefill" if loaded.shape.mla else "attention_prefill"
     measured = {operator: time_prefill(operator, config, loaded, progress)}
     fastest = {operator: min(times, key=times.__getitem__) for operator, times in measured.items() if times}
-    tuning = Tuning(made_for, fastest, measured, tune_experts(config, loaded, progress))
+    tactics = tune_experts(config, loaded, progress) or (kept.expert_tactics if kept else {})
+    tuning = Tuning(made_for, fastest, measured, tactics)
     progress(f"kept in {save_tuning(tuning)}: {fastest}")
     # What comes now may compile for minutes, and take the process with it.
     save_tuning(replace(tuning, mixed=time_mixed(config, loaded, fastest, progress)))
@@ -50,11 +55,10 @@ def prebuild(config: Config, progress: Report, if_missing: bool = False) -> None
 def tune_experts(config: Config, loaded: LoadedModel, progress: Report) -> dict[int, tuple[int, int]]:
     """The experts' CUTLASS kernels by tokens, measured with a layer of the model; none where no such kernels run.
 
-    They are measured for few tokens too, where a backend may prefer others: one that is forced finds them tuned.
+    They are measured for few tokens too, where `triton+cutlass` prefers others and `cutlass` does not.
     """
     sparse = next((layer.mlp for layer in loaded.model.layers if isinstance(layer.mlp, SparseMlp)), None)
-    runs = any(choice.row.operator == "moe" and "cutlass" in choice.row.backend for choice in loaded.choices)
-    if sparse is None or not runs or not isinstance(sparse.experts, Experts):
+    if sparse is None or not multiplies_by_cutlass(loaded.choices) or not isinstance(sparse.experts, Experts):
         return {}
     begin = time.perf_counter()
     progress("tuning the experts' kernels, which takes about half a minute")

@@ -16,7 +16,7 @@ from inference_service.execution.loading import LoadedModel, Report
 from inference_service.execution.memory import GIB, MIB, Needs, own_bytes, page_bytes, used_bytes
 from inference_service.execution.packed_inputs import Sizes
 from inference_service.execution.tuning import describe, load_tuning
-from inference_service.kernels.selection import captures_mixed, keeps_from_graph
+from inference_service.kernels.selection import captures_mixed, keeps_from_graph, multiplies_by_cutlass
 from inference_service.messages import Sampling
 
 RANDOM = Sampling(1.0, 50, 0.9, 0.01, 0)
@@ -65,7 +65,7 @@ def build_cuda_executor(config: Config, loaded: LoadedModel, progress: Report) -
 
 def _load_tactics(config: Config, loaded: LoadedModel, progress: Report) -> None:
     """What `prebuild` measured of the experts' kernels."""
-    if not any(choice.row.operator == "moe" and "cutlass" in choice.row.backend for choice in loaded.choices):
+    if not multiplies_by_cutlass(loaded.choices):
         return
     from inference_service.kernels.expert_tactics import expert_tactics
 

@@ -30,13 +30,15 @@ def sizes(most_tokens: int) -> list[int]:
 @torch.inference_mode()
 def load_deep_gemm(loaded: LoadedModel, most_tokens: int, progress: Report) -> None:
     """Run each product of the model once for each kernel that it may need."""
-    chosen = [choice.row for choice in loaded.choices if choice.row.operator in ("gemm_fp8", "moe_fp8")]
-    if not any("flashinfer" in row.requires for row in chosen):
+    kinds = {"gemm_fp8": Fp8Linear, "moe_fp8": Fp8Experts}
+    rows = [choice.row for choice in loaded.choices if choice.row.operator in kinds]
+    using = tuple(kinds[row.operator] for row in rows if "flashinfer" in row.requires)
+    if not using:
         return
     folder = os.environ.setdefault("TRTLLM_DG_CACHE_DIR", str(cache_directory() / "deep-gemm"))
     begin, count, device = time.perf_counter(), 0, loaded.target.device
     progress(f"loading DeepGEMM's kernels, which takes minutes where {folder} lacks them")
-    for part in _distinct(loaded.model):
+    for part in _distinct(loaded.model, using):
         for tokens in sizes(most_tokens):
             if isinstance(part, Fp8Linear):
                 part(torch.zeros(tokens, part.inputs, dtype=loaded.dtype, device=device))
@@ -51,10 +53,12 @@ def load_deep_gemm(loaded: LoadedModel, most_tokens: int, progress: Report) -> N
     progress(f"{count} products in FP8 ran in {time.perf_counter() - begin:.1f} s")
 
 
-def _distinct(model: Decoder) -> Iterator[Fp8Linear | Fp8Experts]:
-    """One of each shape."""
+def _distinct(model: Decoder, kinds: tuple[type, ...]) -> Iterator[Fp8Linear | Fp8Experts]:
+    """One of each shape, of these kinds."""
     seen = set()
     for part in _parts(model):
+        if not isinstance(part, kinds):
+            continue
         matrices = (part.matrix,) if isinstance(part, Fp8Linear) else (part.gate_up, part.down)
         if (key := tuple(matrix.values.shape for matrix in matrices)) not in seen:
             seen.add(key)

@@ -135,6 +135,11 @@ def captures_mixed(choices: list[Choice]) -> bool:
     return all(choice.row.graph for choice in choices if choice.row.operator in ("attention_mixed", "mla_mixed"))
 
 
+def multiplies_by_cutlass(choices: list[Choice]) -> bool:
+    """Whether experts may run CUTLASS's kernels, which are tuned."""
+    return any(choice.row.operator == "moe" and "cutlass" in choice.row.backend for choice in choices)
+
+
 def fused_forms(setting: Setting) -> list[str]:
     """The forms beside split that measurement may choose among."""
     return [row.backend for row in support.rows("attention_mixed") if row.backend in FORMS and not row.refusal(setting)]

@@ -27,7 +27,7 @@ class Launched:
         self._compiled: dict[tuple[Any, ...], tuple[Any, list[Any]]] = {}
         """The kernel, and the constants that it has among its arguments."""
         interpreted = not hasattr(jit, "device_caches")
-        self._launch: Callable[..., None] = self._interpret if interpreted else self._find
+        self._launch: Callable[..., None] = self._plainly if interpreted else self._find
         params = [] if interpreted else jit.params
         self._unaligned = [each.do_not_specialize or each.do_not_specialize_on_alignment for each in params]
         self._any_value = [each.do_not_specialize for each in params]
@@ -35,7 +35,7 @@ class Launched:
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return partial(self._launch, grid)
 
-    def _interpret(self, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+    def _plainly(self, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
         self.jit[grid](*arguments, **constants)
 
     def _find(self, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
@@ -43,6 +43,8 @@ class Launched:
         key: list[Any] = [torch.cuda.current_device()]
         for place, argument in enumerate(arguments):
             if isinstance(argument, Tensor):
+                if not argument.is_cuda:
+                    return self._plainly(grid, *arguments, **constants)  # which says what is wrong
                 value = argument.data_ptr()
                 key.append(argument.dtype if value % 16 == 0 or self._unaligned[place] else (argument.dtype,))
                 values.append(value)
@@ -61,7 +63,7 @@ class Launched:
 
 def kind(argument: Any, any_value: bool) -> Any:
     """What Triton compiles for, of what is no tensor: an integer's width, whether it is 1, and whether it is a multiple of 16."""
-    if not isinstance(argument, int):
+    if type(argument) is not int:
         return type(argument)
     narrow = -(2**31) <= argument < 2**31
     return narrow if any_value else (narrow, argument == 1, argument % 16 == 0)
@@ -92,7 +94,7 @@ def in_parts(
     """What experts' kernels write to y_TC, the last argument of `launch`, for so many pairs of a token and an expert at a time."""
     y_TC = torch.empty_like(x_TC)
     most = max(most_pairs // ids_TK.shape[1] // 16 * 16, 16)  # so that all parts begin where vectors of 16 bytes do
-    if len(x_TC) <= most:
+    if 0 < len(x_TC) <= most:
         launch(x_TC, ids_TK, weights_TK, y_TC)
         return y_TC
     for first in range(0, len(x_TC), most):

@@ -26,7 +26,7 @@ def _sum(y_TKC, y_TC, C: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, PDL
 
 
 def sum_parts(y_TKC: Tensor, y_TC: Tensor) -> None:
-    """Write each token's sum over its K parts, in their order; parts are float32, and all is contiguous."""
+    """Write each token's sum over its K parts, in their order; sums are float32, and all is contiguous."""
     tokens, parts, columns = y_TKC.shape
     block = divisor(columns, 512)
     _sum[(tokens, columns // block)](y_TKC, y_TC, C=columns, K=parts, BLOCK=block, num_warps=4, **dependent_launch(y_TC.device))

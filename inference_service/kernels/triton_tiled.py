@@ -40,7 +40,7 @@ def _list_tiles(ids_A, pairs_EA, counts_E, tiles_N2, pairs, LISTED: tl.constexpr
     """The pairs of one expert in their order, how many there are, and its tiles: the expert, and where in its list each begins.
 
     The experts before have `before` pairs, and so at most before / TOKENS + expert tiles, behind which this one's stand. Up to where the
-    next one's do, some may begin behind its last pair.
+    next one's do, some may begin behind its last pair; so do those behind the last expert's, where ids name no expert.
     """
     if PDL:
         gdc_wait()
@@ -54,10 +54,11 @@ def _list_tiles(ids_A, pairs_EA, counts_E, tiles_N2, pairs, LISTED: tl.constexpr
         mine = (ids == expert).to(tl.int32)
         tl.store(pairs_A + count + tl.cumsum(mine, 0) - 1, pair, mask=mine != 0)
         count += tl.sum(mine, 0)
-        before += tl.sum((ids < expert).to(tl.int32), 0)
+        before += tl.sum(((ids >= 0) & (ids < expert)).to(tl.int32), 0)
     tl.store(counts_E + expert, count)
     first = before // TOKENS + expert
-    end = (before + count) // TOKENS + expert + 1
+    known = before + count if expert + 1 < tl.num_programs(0) else pairs
+    end = known // TOKENS + expert + 1
     for begin in range(first, end, 32):
         tile = begin + tl.arange(0, 32)
         tl.store(tiles_N2 + tile * 2, tl.zeros([32], tl.int32) + expert, mask=tile < end)

@@ -28,16 +28,19 @@ def _scale(x, y, bias, size, stride, factor, BLOCK: tl.constexpr, BIASED: tl.con
 @pytest.mark.parametrize("biased", [False, True])
 def test_kinds_of_arguments(dtype: torch.dtype, biased: bool) -> None:
     """Aligned and not, sizes and strides of 1, of multiples of 16 and of neither; each twice, of which the second is found."""
-    memory = torch.randn(4096, device="cuda").to(dtype)
+    memory = torch.randn(20000, device="cuda").to(dtype)
     for start in (0, 1, 8):
-        for size in (1, 16, 33):
+        for size in (1, 1024, 1040, 1041):
             for stride in (1, 2, 16):
                 x, bias = memory[start : start + size * stride], memory[2048 + start : 2048 + start + size]
                 expected = x[::stride].float() * 0.5 + (bias.float() if biased else 0.0)
+                known = []
                 for _ in range(2):
                     y = torch.full((size,), float("nan"), device="cuda", dtype=dtype)
-                    _scale[(triton.cdiv(size, 16),)](x, y, bias if biased else None, size, stride, 0.5, BLOCK=16, BIASED=biased)
+                    _scale[(triton.cdiv(size, 1024),)](x, y, bias if biased else None, size, stride, 0.5, BLOCK=1024, BIASED=biased)
                     torch.testing.assert_close(y, expected.to(dtype))
+                    known.append(len(_scale._compiled))
+                assert known[0] == known[1]
 
 
 def test_what_is_compiled_is_found_again() -> None:
@@ -48,3 +51,5 @@ def test_what_is_compiled_is_found_again() -> None:
     _scale[(4,)](x, y, None, 48, 1, 2.0, BLOCK=32, BIASED=False)  # a multiple of 16
     _scale[(4,)](x[1:], y, None, 33, 1, 2.0, BLOCK=32, BIASED=False)  # an address that is none
     assert len(_scale._compiled) - before == 3
+    with pytest.raises(ValueError, match="cpu tensor"):
+        _scale[(4,)](x.cpu(), y, None, 33, 1, 2.0, BLOCK=32, BIASED=False)

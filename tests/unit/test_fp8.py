@@ -26,8 +26,10 @@ from inference_service.models.checkpoint import load_checkpoint
 from inference_service.models.config_json import ModelError
 from inference_service.models.decoder import Decoder
 from inference_service.models.dummy import fill_dummy
+from inference_service.models.experts import Fp8Experts
 from inference_service.models.families import make_model, read_config
 from inference_service.models.fp8 import SCALES, in_fp8
+from inference_service.models.linear import Fp8Linear
 from tests.unit.test_models import (
     CPU,
     Runner,
@@ -78,11 +80,11 @@ def save_fp8(config: transformers.PretrainedConfig, model_dir: Path, scales: tor
     return models.from_pretrained(plain, dtype=torch.float32, attn_implementation="eager").eval(), meant
 
 
-def load(model_dir: Path, kept: bool = False, to_fp8: bool = False, pack: bool = True) -> Decoder:
+def load(model_dir: Path, kept: bool = False, to_fp8: bool = False, pack: bool = True, kernels: Kernels | None = None) -> Decoder:
     """`kept`: weights stay in FP8, and each product dequantizes them anew."""
     config = read_config(model_dir)
     config = replace(config, fp8=config.fp8 or to_fp8)
-    kernels = Kernels(gemm_fp8="torch", moe_fp8="torch") if kept else Kernels()
+    kernels = kernels or (Kernels(gemm_fp8="torch", moe_fp8="torch") if kept else Kernels())
     choices = select(kernels, replace(setting("x86_64", torch.float32), features=frozenset({support.FP8_WEIGHTS})))
     model = make_model(Build(make_operators(choices), torch.float32, CPU, config.fp8), config)
     load_checkpoint(model_dir, model.weights(), config.tied_embeddings, config.unused, to_fp8)
@@ -113,6 +115,15 @@ def test_logits_and_greedy_tokens_are_those_of_the_dequantized_weights(published
     while len(drawn) < 32:
         drawn.append(int(runner.step({}, {0: drawn[-1]})[-1].argmax()))
     assert drawn == greedy
+
+
+def test_experts_alone_are_kept(tmp_path: Path) -> None:
+    """As on Hopper without a compiler for DeepGEMM."""
+    reference, _ = save_fp8(CASES["qwen3-moe"](), tmp_path)
+    model, ids = load(tmp_path, kernels=Kernels(moe_fp8="torch")), random_ids(20)
+    layer: Any = model.layers[0]
+    assert isinstance(layer.mlp.experts, Fp8Experts) and not isinstance(layer.attention.qkv, Fp8Linear)
+    assert_close(Runner(model, 16).step({0: ids}), reference_logits(reference, ids))
 
 
 def test_what_is_kept_is_what_the_checkpoint_has(published: tuple[Path, Any]) -> None:
@@ -238,6 +249,8 @@ def test_the_support_table_chooses() -> None:
     versions = {"flashinfer": "0.6.13", "cuda": "12.6", "triton": "3.6"}
     old = replace(setting("sm_90", torch.bfloat16), features=frozenset({support.FP8_WEIGHTS}), versions=versions)
     assert all("needs cuda 12.8" in row.refusal(old) for row in support.rows("gemm_fp8")[:2])
+    backends = {choice.row.operator: choice.row.backend for choice in select(Kernels(), old)}
+    assert (backends["gemm_fp8"], backends["moe_fp8"]) == ("dequantized", "triton")
     images = replace(old, versions=versions | {"cuda": "13.0"})
     assert all("needs nvcc 12.8 or newer, which is not there" in row.refusal(images) for row in support.rows("gemm_fp8")[:2])
 

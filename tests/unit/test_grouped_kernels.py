@@ -82,6 +82,15 @@ def test_tiles_of_uneven_experts(counts: list[int]) -> None:
     assert error(experts_by("tiled")(x, gate_up, down, ids, weights, False), TorchMoe()(x, gate_up, down, ids, weights)) < 1e-5
 
 
+def test_ids_of_no_expert_take_no_tile() -> None:
+    """Whatever routes them so, the others are computed."""
+    gate_up, down = experts_of(3, 128, 128)
+    ids, x, weights = torch.randint(-1, 4, (300, 1), dtype=torch.int32), torch.randn(300, 128), torch.rand(300, 1)
+    known = ((ids >= 0) & (ids < 3)).squeeze(1)
+    expected = TorchMoe()(x[known], gate_up, down, ids[known], weights[known])
+    assert error(experts_by("tiled")(x, gate_up, down, ids, weights, False)[known], expected) < 1e-5
+
+
 class Recorded:
     """A kernel, and with how many tokens it was called."""
 
@@ -145,6 +154,12 @@ def test_splits(splits: int) -> None:
     kernels = pytest.importorskip("inference_service.kernels.triton_split_gemm")
     x, weight, bias = torch.randn(3, 704), torch.randn(64, 704), torch.randn(64) * 30
     assert error(kernels.gemm_split(x, weight, bias, most_splits=splits), F.linear(x, weight, bias)) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["grouped", "tiled"])
+def test_experts_of_no_tokens(name: str) -> None:
+    ids = torch.empty(0, 2, dtype=torch.int32)
+    assert experts_by(name)(torch.randn(0, 128), *experts_of(3, 128, 128), ids, torch.rand(0, 2), False).shape == (0, 128)
 
 
 def test_no_tokens() -> None:

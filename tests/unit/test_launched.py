@@ -45,6 +45,7 @@ class Found(Jit):
 @pytest.fixture
 def jit(monkeypatch: pytest.MonkeyPatch) -> Jit:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     return Jit()
 
 
@@ -71,3 +72,11 @@ def test_another_kind_is_compiled(jit: Jit, changed: dict[str, Any]) -> None:
         arguments = [named.pop(name) for name in ("x", "y", "size", "count")]
         kernel[(1,)](*arguments, **named)
     assert (len(jit.compiled), len(jit.launched)) == (2, 1)
+
+
+def test_a_tensor_on_the_host_goes_to_triton_which_refuses_it(jit: Jit, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = pytest.importorskip("inference_service.kernels.triton_launch").Launched(jit)
+    kernel[(1,)](torch.zeros(64), torch.zeros(64), 33, 7, BLOCK=32)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", False)
+    kernel[(1,)](torch.zeros(64), torch.zeros(64), 33, 7, BLOCK=32)
+    assert (len(jit.compiled), len(jit.launched)) == (2, 0)
