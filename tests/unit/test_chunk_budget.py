@@ -52,8 +52,10 @@ def make(batch: Batch, pages: int, max_context: int) -> TimedEcho:
     return executor
 
 
-def test_the_chunk_of_a_rush_is_at_the_best_rate() -> None:
-    seconds = {tokens: taken / 1e3 for tokens, taken in {1024: 29, 2048: 39.7, 4096: 71.5, 8184: 153}.items()}
+@pytest.mark.parametrize("milliseconds", [{1024: 29, 2048: 39.7, 4096: 71.5, 8184: 153}, {1024: 23.5, 2048: 35.2, 4096: 69.0, 8184: 151}])
+def test_the_chunk_of_a_rush_is_at_the_best_rate(milliseconds: dict[int, float]) -> None:
+    """Also where the next smaller is 2 % below it."""
+    seconds = {tokens: taken / 1e3 for tokens, taken in milliseconds.items()}
     assert choose_chunk(seconds) == 2048 and choose_chunk(seconds, RUSH) == 4096
 
 
