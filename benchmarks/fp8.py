@@ -2,9 +2,9 @@
 
     python -m benchmarks.fp8
 
-Sets GEMV_TOKENS, OWN_TOKENS and MOE_FEW_TOKENS in kernels/flashinfer_fp8.py. Microseconds inside a CUDA graph; each call has weights of its
-own, which the caches do not hold. `gemv` streams a weight once a token, `own` once for 64, an expert's for 16, `tiled` takes an expert's
-tokens in tiles; bound: the weights' bytes at 4.3 TB/s.
+Sets GEMV_TOKENS and OWN_TOKENS in kernels/flashinfer_fp8.py, and FEW_TOKENS in kernels/flashinfer_moe.py. Microseconds inside a CUDA
+graph; each call has weights of its own, which the caches do not hold. `gemv` streams a weight once a token, `own` once for 64, an expert's
+for 16, `tiled` takes an expert's tokens in tiles; bound: the weights' bytes at 4.3 TB/s.
 """
 
 from __future__ import annotations

@@ -11,14 +11,13 @@ from typing import Any
 
 from torch import Tensor
 
+from inference_service.kernels.flashinfer_moe import FEW_TOKENS
 from inference_service.kernels.fp8 import BLOCK, BlockFp8
 
 GEMV_TOKENS = 2
 """Up to so many tokens a weight is streamed once a token (benchmarks/fp8.py)."""
 OWN_TOKENS = 32
 """Up to so many tokens the own product is faster than DeepGEMM."""
-MOE_FEW_TOKENS = 4
-"""Up to so many tokens an expert, on average, the kernels that take 16 at a time are faster than those of tiles at uniform routing."""
 
 
 class DeepGemmFp8:
@@ -90,6 +89,6 @@ class TritonFp8Moe:
         if len(x_TC) <= GEMV_TOKENS or x_TC.shape[1] % BLOCK:
             kernels = self._gemv
         else:
-            kernels = self._grouped if ids_TK.numel() <= MOE_FEW_TOKENS * len(down.values) else self._tiled
+            kernels = self._grouped if ids_TK.numel() <= FEW_TOKENS * len(down.values) else self._tiled
         y_TC: Tensor = kernels(x_TC, gate_up.values, gate_up.scales, down.values, down.scales, ids_TK, weights_TK, up_first=True)
         return y_TC

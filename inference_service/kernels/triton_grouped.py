@@ -17,35 +17,17 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from inference_service.kernels.custom_op import custom_op
+from inference_service.kernels.triton_expert_lists import list_pairs
 from inference_service.kernels.triton_fp8_round import round_tokens
 from inference_service.kernels.triton_launch import Launched, dependent_launch, in_parts
 from inference_service.kernels.triton_sum import sum_parts
 
 MOST_PAIRS = 8192
 """Of a launch, whose memory grows with them."""
-LISTED = 256
-"""Pairs that are looked at together."""
 ROWS, TOKENS, BLOCK = 64, 16, 128
 """Of a program; and columns of a load, of which C and I are multiples: those that share a scale in FP8."""
 STAGES, FP8_STAGES = (3, 5), (4, 4)
 """Of gate and up, and of down: one more than blocks that are loaded at once, as fit into the 99 KiB of sm_89 and sm_120."""
-
-
-@Launched
-@triton.jit(do_not_specialize=["pairs"])
-def _list(ids_A, pairs_EA, counts_E, pairs, LISTED: tl.constexpr, PDL: tl.constexpr):
-    """The pairs of one expert, in their order, and how many there are."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    expert = tl.program_id(0)
-    count = 0
-    for begin in range(0, pairs, LISTED):
-        pair = begin + tl.arange(0, LISTED)
-        mine = (tl.load(ids_A + pair, mask=pair < pairs, other=-1) == expert).to(tl.int32)
-        tl.store(pairs_EA + expert * pairs + count + tl.cumsum(mine, 0) - 1, pair, mask=mine != 0)
-        count += tl.sum(mine, 0)
-    tl.store(counts_E + expert, count)
 
 
 @Launched
@@ -196,9 +178,7 @@ def _launch(
 ) -> None:
     (tokens, hidden), (experts, _, size), top_k = x_TC.shape, down_ECI.shape, ids_TK.shape[1]
     pairs, device, dependent = tokens * top_k, x_TC.device, dependent_launch(x_TC.device)
-    pairs_EA = torch.empty(experts, pairs, dtype=torch.int32, device=device)
-    counts_E = torch.empty(experts, dtype=torch.int32, device=device)
-    _list[(experts,)](ids_TK, pairs_EA, counts_E, pairs, LISTED=LISTED, num_warps=4, **dependent)
+    pairs_EA, counts_E, _ = list_pairs(ids_TK, experts)
     h_AI = torch.empty(pairs, size, dtype=x_TC.dtype, device=device)
     y_AC = torch.empty(pairs, hidden, dtype=torch.float32, device=device)
     stages = STAGES if scales is None else FP8_STAGES

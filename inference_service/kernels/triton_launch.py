@@ -94,7 +94,7 @@ def in_parts(
     """What experts' kernels write to y_TC, the last argument of `launch`, for so many pairs of a token and an expert at a time."""
     y_TC = torch.empty_like(x_TC)
     most = max(most_pairs // ids_TK.shape[1] // 16 * 16, 16)  # so that all parts begin where vectors of 16 bytes do
-    if 0 < len(x_TC) <= most:
+    if 0 < len(x_TC) <= most:  # views of parts would take the host some microseconds
         launch(x_TC, ids_TK, weights_TK, y_TC)
         return y_TC
     for first in range(0, len(x_TC), most):

@@ -17,14 +17,13 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from inference_service.kernels.custom_op import custom_op
+from inference_service.kernels.triton_expert_lists import list_pairs
 from inference_service.kernels.triton_fp8_round import round_tokens
 from inference_service.kernels.triton_launch import Launched, dependent_launch, in_parts
 from inference_service.kernels.triton_sum import sum_parts
 
 MOST_PAIRS = 65536
 """Of a launch, whose memory grows with them."""
-LISTED = 4096
-"""Pairs that are looked at together."""
 ROWS = 128
 """Of a weight, in a program: for gate and up half of them each."""
 TOKENS, BLOCK, STAGES = 128, 64, (3, 3)
@@ -32,37 +31,6 @@ TOKENS, BLOCK, STAGES = 128, 64, (3, 3)
 and twice into Hopper's shared memory."""
 FP8_TOKENS, FP8_BLOCK, FP8_STAGES = 64, 128, (3, 4)
 """The same for FP8, where the columns of a load share a scale, and its product takes registers beside the sums."""
-
-
-@Launched
-@triton.jit(do_not_specialize=["pairs"])
-def _list_tiles(ids_A, pairs_EA, counts_E, tiles_N2, pairs, LISTED: tl.constexpr, TOKENS: tl.constexpr, PDL: tl.constexpr):
-    """The pairs of one expert in their order, how many there are, and its tiles: the expert, and where in its list each begins.
-
-    The experts before have `before` pairs, and so at most before / TOKENS + expert tiles, behind which this one's stand. Up to where the
-    next one's do, some may begin behind its last pair; so do those behind the last expert's, where ids name no expert.
-    """
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    expert = tl.program_id(0)
-    pairs_A = pairs_EA + expert.to(tl.int64) * pairs
-    count, before = 0, 0
-    for begin in range(0, pairs, LISTED):
-        pair = begin + tl.arange(0, LISTED)
-        ids = tl.load(ids_A + pair, mask=pair < pairs, other=1 << 30)
-        mine = (ids == expert).to(tl.int32)
-        tl.store(pairs_A + count + tl.cumsum(mine, 0) - 1, pair, mask=mine != 0)
-        count += tl.sum(mine, 0)
-        before += tl.sum(((ids >= 0) & (ids < expert)).to(tl.int32), 0)
-    tl.store(counts_E + expert, count)
-    first = before // TOKENS + expert
-    known = before + count if expert + 1 < tl.num_programs(0) else pairs
-    end = known // TOKENS + expert + 1
-    for begin in range(first, end, 32):
-        tile = begin + tl.arange(0, 32)
-        tl.store(tiles_N2 + tile * 2, tl.zeros([32], tl.int32) + expert, mask=tile < end)
-        tl.store(tiles_N2 + tile * 2 + 1, (tile - first) * TOKENS, mask=tile < end)
 
 
 @triton.jit
@@ -228,14 +196,10 @@ def _launch(
     fp8 = scales is not None
     tile, block, stages = (FP8_TOKENS, FP8_BLOCK, FP8_STAGES) if fp8 else (TOKENS, BLOCK, STAGES)
     pairs, device, dependent = tokens * top_k, x_TC.device, dependent_launch(x_TC.device)
-    tiles = pairs // tile + experts
-    pairs_EA = torch.empty(experts, pairs, dtype=torch.int32, device=device)
-    counts_E = torch.empty(experts, dtype=torch.int32, device=device)
-    tiles_N2 = torch.empty(tiles, 2, dtype=torch.int32, device=device)
-    _list_tiles[(experts,)](ids_TK, pairs_EA, counts_E, tiles_N2, pairs, LISTED=LISTED, TOKENS=tile, num_warps=8, **dependent)
+    pairs_EA, counts_E, tiles_N2 = list_pairs(ids_TK, experts, tile)
     h_AI = torch.empty(pairs, size, dtype=x_TC.dtype, device=device)
     y_AC = torch.empty(pairs, hidden, dtype=x_TC.dtype, device=device)
-    lists = pairs_EA, counts_E, tiles_N2, weights_TK
+    lists, tiles = (pairs_EA, counts_E, tiles_N2, weights_TK), pairs // tile + experts
     common = {"UP_FIRST": up_first, "FP8": fp8, "ROWS": ROWS, "TOKENS": tile, "BLOCK": block, "num_warps": 4, **dependent}
     x, x_scales, gate_up_scales = (x_TC, None, None) if scales is None else (*round_tokens(x_TC), scales[0])
     sizes = {"OUTPUTS": size, "LENGTH": hidden, "SHARED": top_k, "GATED": True, "num_stages": stages[0]}
