@@ -20,7 +20,8 @@ from typing import Any
 import msgspec
 from tokenizers import Tokenizer
 
-from inference_service.config import Config, Workload
+from inference_service.config import Config
+from inference_service.loadtest import Workload
 from inference_service.sections import Count
 from loadgen._forms import Content, check_conversation, choose_form, following, opening, settings
 from loadgen._lengths import draw, largest

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from math import sqrt
 from statistics import mean, stdev
 
-from inference_service.config import Slo as Limits
+from inference_service.loadtest import Slo as Limits
 from loadgen import _measures
 from loadgen._histogram import Histogram
 from loadgen._levels import Load

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Literal
 
-from inference_service.config import Workload
+from inference_service.loadtest import Workload
 from loadgen._target import Message, Observation, Request, Takes, TargetError
 
 Form = Literal["token_ids", "text", "messages"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 
-from inference_service.config import Lengths
+from inference_service.loadtest import Lengths
 
 
 def draw(lengths: int | Lengths, noise: random.Random) -> int:

@@ -7,7 +7,8 @@ from collections.abc import Generator, Iterable
 
 import msgspec
 
-from inference_service.config import ConfigError, Loadtest
+from inference_service.config import ConfigError
+from inference_service.loadtest import Loadtest
 
 _NEAR = 1.05
 """A search ends when the load that meets the SLO and the one that does not are so near to each other."""

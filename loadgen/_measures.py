@@ -15,7 +15,7 @@ from itertools import pairwise
 
 import msgspec
 
-from inference_service.config import Slo
+from inference_service.loadtest import Slo
 from loadgen._histogram import Histogram
 from loadgen._result import Errors
 from loadgen._target import ErrorClass, Observation

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from inference_service.config import Loadtest
+from inference_service.loadtest import Loadtest
 from loadgen._arrivals import at_random, at_rate, evenly, share
 from loadgen._levels import Load
 from loadgen._trace import Entry

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-from inference_service.config import Config, Workload
+from inference_service.config import Config
+from inference_service.loadtest import Workload
 from loadgen._forms import Content, check_conversation, choose_form, following, opening, settings
 from loadgen._lengths import draw, largest
 from loadgen._target import Model, Observation, Request, Takes, TargetError

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from inference_service.config import Config, ConfigError, Workload
+from inference_service.config import Config, ConfigError
 from inference_service.fetch import FetchError, resolve_model
+from inference_service.loadtest import Workload
 from loadgen._target import Model, TargetError
 
 _WORD = re.compile(r"[A-Za-z]+")

@@ -12,7 +12,7 @@ from itertools import count
 from typing import Protocol
 
 from inference_service.config import Config
-from inference_service.config import Workload as WorkloadConfig
+from inference_service.loadtest import Workload as WorkloadConfig
 from loadgen._dataset import FilePrompts
 from loadgen._synthetic import RandomPrompts
 from loadgen._target import Model, Observation, Request, Takes, TargetError

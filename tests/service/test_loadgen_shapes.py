@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from inference_service.config import Loadtest
+from inference_service.loadtest import Loadtest
 from loadgen._levels import Load
 from loadgen._schedule import schedule
 from loadgen._verdict import BREACHED, UNTRUSTED

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from inference_service.config import ConfigError, Loadtest
+from inference_service.config import ConfigError
+from inference_service.loadtest import Loadtest
 from loadgen._arrivals import Stage, at_random, at_rate, evenly, share
 from loadgen._levels import Load
 from loadgen._schedule import schedule

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from inference_service.config import Config, Loadtest
-from inference_service.config import Workload as WorkloadConfig
+from inference_service.config import Config
+from inference_service.loadtest import Loadtest
+from inference_service.loadtest import Workload as WorkloadConfig
 from loadgen._target import Message, Model, Observation, Request, Takes, TargetError
 from loadgen._workload import ANY, Workload
 

@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from inference_service.config import Loadtest, Slo
+from inference_service.loadtest import Loadtest, Slo
 from loadgen._figures import found, level_of, repeated
 from loadgen._html import page
 from loadgen._levels import Load

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from inference_service.config import ConfigError, Loadtest, Slo
+from inference_service.config import ConfigError
+from inference_service.loadtest import Loadtest, Slo
 from loadgen._levels import check, loads
 
 TTFT = Slo(ttft_ms=100)

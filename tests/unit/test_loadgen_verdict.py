@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from inference_service.config import Slo
+from inference_service.loadtest import Slo
 from loadgen._figures import interval, level_of, repeated
 from loadgen._levels import Load
 from loadgen._measures import Measures, Window

@@ -12,9 +12,10 @@ import msgspec
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from inference_service.config import Config, ConfigError, Lengths, Loadtest, Part, load_config
+from inference_service.config import Config, ConfigError, load_config
 from inference_service.config import Model as ModelConfig
-from inference_service.config import Workload as WorkloadConfig
+from inference_service.loadtest import Lengths, Loadtest, Part
+from inference_service.loadtest import Workload as WorkloadConfig
 from loadgen._target import ErrorClass, Failure, Message, Model, Observation, Takes, TargetError
 from loadgen._workload import ANY, Workload
 
