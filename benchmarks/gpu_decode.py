@@ -87,7 +87,8 @@ def main() -> None:
     if args.profile:
         for batch in (1, 8, 64, 256):
             section(f"profile decode {batch}", lambda batch=batch: bench.profile_decode(batch, args.out))  # type: ignore[misc]
-        section("profile prefill 1024", lambda: bench.profile_prefill(1024, args.out))
+        for tokens in (128, 1024, 4096):
+            section(f"profile prefill {tokens}", lambda tokens=tokens: bench.profile_prefill(tokens, args.out))  # type: ignore[misc]
     section("memory", memory)
     executor.close()
 

@@ -151,7 +151,7 @@ class FlashInferMlaPrefill:
         wrapper, copied = self._ring.next(device, spec, LATENT_WORKSPACE_BYTES)
         starts, context_starts = (pinned([0, *accumulate(each)], device) for each in (lengths, contexts))
         scale = spec.scale_for(kv_P11SD.shape[4])
-        self._ops.plan_ragged(wrapper, starts, context_starts, heads, HEAD_DIM, VALUE_DIM, scale, kv_P11SD.dtype)
+        self._ops.plan_ragged(wrapper, starts, context_starts, heads, heads, HEAD_DIM, VALUE_DIM, scale, kv_P11SD.dtype)
         copied.record()
         slots = [
             (pages_M[: -(-context // page_size), None] * page_size + torch.arange(page_size, device=device)).flatten()[:context]

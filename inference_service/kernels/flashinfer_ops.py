@@ -316,15 +316,23 @@ def make_ragged_wrapper(workspace: Tensor, backend: str) -> int:
 
 
 def plan_ragged(
-    number: int, starts: Tensor, context_starts: Tensor, heads: int, head_dim: int, value_dim: int, scale: float, dtype: torch.dtype
+    number: int,
+    starts: Tensor,
+    context_starts: Tensor,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    value_dim: int,
+    scale: float,
+    dtype: torch.dtype,
 ) -> None:
-    """Plan a step of causal attention, each query head with keys and values of its own; indices are int32, and on the host."""
+    """Plan a step of causal attention to keys and values outside of the cache; indices are int32, and on the host."""
     ragged_wrapper = _WRAPPERS[number]
     ragged_wrapper.plan(
         qo_indptr=starts,
         kv_indptr=context_starts,
         num_qo_heads=heads,
-        num_kv_heads=heads,
+        num_kv_heads=kv_heads,
         head_dim_qk=head_dim,
         head_dim_vo=value_dim,
         causal=True,

@@ -1,4 +1,4 @@
-"""FlashInfer's FA2 and FA3 kernels over the paged cache: planned on the host once a step, so that no CUDA graph can hold them.
+"""FlashInfer's FA2 and FA3 kernels for the paged cache: planned on the host once a step, so that no CUDA graph can hold them.
 
 Shapes as in `attention`.
 """
@@ -113,12 +113,6 @@ class Fa2Prefill(PagedAttention):
 
     def _rows(self, layout: StepLayout) -> slice:
         return slice(layout.decodes, None)
-
-
-class Fa3Prefill(Fa2Prefill):
-    """Prefill rows by FA3."""
-
-    backend = "fa3"
 
 
 def split_bytes(kv_P2HSD: Tensor, heads: int) -> int:

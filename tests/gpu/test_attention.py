@@ -13,6 +13,7 @@ from torch import Tensor
 from inference_service.kernels import support
 from inference_service.kernels.attention import SplitAttention, StepLayout
 from inference_service.kernels.attention_torch import TorchDecode, TorchPrefill
+from inference_service.kernels.flashinfer_fa3 import GatheredPlan, gathered
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -40,6 +41,8 @@ CHUNKS = [
     [(300, 1000)],
     [(1, 5)] * 40,
 ]
+GATHERED = [[(1024, 1024)], [(600, 1000), (1, 5), (500, 777), (64, 64)], [(100, 3000), (1500, 1500)]]
+"""Chunks of so many tokens that FA3 gathers their contexts."""
 
 
 def backend(operator: str, name: str) -> Any:
@@ -104,6 +107,17 @@ def test_prefill(name: str, shape: Shape, chunks: list[tuple[int, int]]) -> None
     assert_near(run(backend("attention_prefill", name), q, kv, layout), reference(q, kv, layout))
 
 
+@pytest.mark.parametrize("chunks", GATHERED, ids=str)
+@pytest.mark.parametrize("shape", [QWEN, replace(QWEN, page_size=16), SMOLLM], ids=str)
+def test_fa3_of_gathered_contexts(shape: Shape, chunks: list[tuple[int, int]]) -> None:
+    attention, kv, layout = backend("attention_prefill", "fa3"), make_cache(shape), make_layout(shape, [7, 300], chunks)
+    q = make_query(layout, shape)
+    assert isinstance(attention.plan(layout, kv, shape.heads), GatheredPlan)
+    gathered(kv.device).fill_(255)  # NaN, as bfloat16: what lies behind the contexts must not be read
+    step = SplitAttention(backend("attention_decode", "triton"), attention)
+    assert_near(step(q, kv, step.plan(layout, kv, shape.heads)), reference(q, kv, layout))
+
+
 @pytest.mark.parametrize("heads", [32, 64])
 def test_workspace_is_enough_however_contexts_are_split(heads: int) -> None:
     """Tiles times parts of a context are at most two a multiprocessor and KV head; some of these lengths come near."""
@@ -131,7 +145,7 @@ def test_a_mixed_step(decode: str, prefill: str) -> None:
 def test_plans_made_while_the_device_lags_do_not_spoil_each_other(operator: str, name: str) -> None:
     decodes = operator == "attention_decode"
     attention, kv = backend(operator, name), make_cache(QWEN)
-    steps = [([300, 5, 64] * count, []) if decodes else ([], [(40 * count, 40 * count), (9, 500)]) for count in (1, 2, 3, 1, 4)]
+    steps = [([300, 5, 64] * count, []) if decodes else ([], [(400 * count, 400 * count), (9, 500)]) for count in (1, 2, 3, 1, 4)]
     layouts = [make_layout(QWEN, *step) for step in steps]
     queries = [make_query(layout, QWEN) for layout in layouts]
     run(attention, queries[0], kv, layouts[0])

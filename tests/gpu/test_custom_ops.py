@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from inference_service.kernels.attention import AttentionSpec
+from inference_service.kernels.flashinfer_fa3 import Fa3Prefill, GatheredPlan, PagedFa3
 from inference_service.kernels.flashinfer_mla import FlashInferLatent, FlashInferMlaPrefill
-from inference_service.kernels.flashinfer_paged import Fa2Decode, Fa2Prefill, Fa3Prefill, PagedAttention
+from inference_service.kernels.flashinfer_paged import Fa2Decode, Fa2Prefill, PagedAttention
 from tests.gpu.test_attention import QWEN, make_cache, make_layout, make_query
 from tests.unit.own_kernels import launches
 from tests.unit.test_custom_ops import check, import_own
@@ -71,11 +72,20 @@ def test_flashinfer_s_operators_do_what_they_declare(name: str) -> None:
     check(name, FLASHINFER[name]())
 
 
-@pytest.mark.parametrize("backend", [Fa2Decode, Fa2Prefill, Fa3Prefill])
+@pytest.mark.parametrize("backend", [Fa2Decode, Fa2Prefill, PagedFa3])
 def test_planned_attention_does_what_it_declares(backend: type[PagedAttention]) -> None:
     layout = make_layout(QWEN, [5, 200], []) if backend is Fa2Decode else make_layout(QWEN, [], [(40, 40), (5, 300)])
     q, kv, attention = make_query(layout, QWEN), make_cache(QWEN), backend()
     check("paged_attention", (q, kv, attention.plan(layout, kv, QWEN.heads), torch.empty_like(q)))
+
+
+def test_planned_attention_to_gathered_contexts_does_what_it_declares() -> None:
+    layout, kv = make_layout(QWEN, [], [(1040, 1040), (5, 300)]), make_cache(QWEN)
+    q, plan = make_query(layout, QWEN), Fa3Prefill().plan(layout, kv, QWEN.heads)
+    assert isinstance(plan, GatheredPlan)
+    kv_2KHD = random(2, 1340, QWEN.kv_heads, QWEN.head_dim)
+    check("gather_contexts", (kv, plan.pages_N, plan.starts_N, kv_2KHD))
+    check("ragged_attention", (q, kv_2KHD[0], kv_2KHD[1], plan.wrapper, torch.empty_like(q)))
 
 
 @pytest.mark.parametrize("backend", ["fa2", "fa3"])

@@ -52,6 +52,9 @@ def launches(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Itera
     for heads, kv_heads, head_dim, page_size, splits in ((6, 2, 64, 16, 1), (3, 3, 64, 48, 4), (16, 1, 128, 64, 2)):
         q, cache = random(5, heads, head_dim), random(PAGES, 2, kv_heads, page_size, head_dim)
         yield "attend", (q, cache, positions, rows, pages, splits, torch.empty_like(q), head_dim**-0.5)
+    for kv_heads, head_dim, page_size in ((2, 64, 16), (3, 96, 13)):
+        cache, starts = random(PAGES, 2, kv_heads, page_size, head_dim), ints(0, page_size, page_size + 5, page_size + 8)
+        yield "gather_contexts", (cache, ints(6, 0, 3), starts, random(2, page_size + 8, kv_heads, head_dim))
     for experts, top_k, groups, top_groups, sigmoid in ((15, 2, 3, 2, True), (64, 6, 1, 1, True), (160, 6, 8, 3, False)):
         bias = random(experts, of=torch.float32) if sigmoid else None
         yield "route_grouped", (random(5, experts), bias, top_k, groups, top_groups, sigmoid, experts == 15, 2.5)

@@ -18,6 +18,7 @@ def import_own() -> None:
     """What registers the operators of the own kernels."""
     from inference_service.kernels import (  # noqa: F401
         triton_fp8,
+        triton_gather,
         triton_gemm,
         triton_grouped,
         triton_grouped_routing,
@@ -53,7 +54,7 @@ def test_own_operators_do_what_they_declare() -> None:
     latent = {"route_grouped", "route_input", "mla_attend", "mla_append"}
     fp8 = {"gemv_fp8", "gemm_fp8_split", "moe_gemv_fp8", "moe_grouped_fp8", "moe_tiled_fp8"}
     products = {"gemv", "gemm_split", "moe_gemv", "moe_grouped", "moe_tiled"}
-    assert seen == latent | fp8 | products | {"route", "append", "attend", "greedy", "draw"}
+    assert seen == latent | fp8 | products | {"route", "append", "attend", "gather_contexts", "greedy", "draw"}
 
 
 class Dispatched(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -24,7 +24,8 @@ from baselines import kernels as measured
 from inference_service import kernels as served
 from inference_service.execution.tuning import cache_directory
 from inference_service.kernels import support
-from inference_service.kernels.flashinfer_paged import Fa2Decode, Fa2Prefill, Fa3Prefill
+from inference_service.kernels.flashinfer_fa3 import Fa3Prefill
+from inference_service.kernels.flashinfer_paged import Fa2Decode, Fa2Prefill
 from inference_service.kernels.versions import at_least
 
 OLDEST, NEWEST = "0.6.13", "0.7.4"
