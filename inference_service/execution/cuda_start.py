@@ -16,6 +16,7 @@ from inference_service.execution.loading import LoadedModel, Report
 from inference_service.execution.memory import GIB, MIB, Needs, own_bytes, page_bytes, used_bytes
 from inference_service.execution.packed_inputs import Sizes
 from inference_service.execution.tuning import describe, load_tuning
+from inference_service.kernels.flashinfer_fa3 import LEAST_TOKENS
 from inference_service.kernels.selection import captures_mixed, keeps_from_graph, multiplies_by_cutlass
 from inference_service.messages import Sampling
 
@@ -85,6 +86,8 @@ def _learn_needs(
     batch, page_size = config.batch, config.cache.page_size
     trial = CudaExecutor(config, loaded, batch.max_requests - (-batch.step_tokens // page_size), stream)
     trial.try_fused()
+    # What is taken once, by the first step that needs it, is no activation.
+    trial.prefill(min(LEAST_TOKENS, batch.step_tokens))
     used_bytes()
     reserved = torch.cuda.memory_reserved()
     torch.cuda.reset_peak_memory_stats()

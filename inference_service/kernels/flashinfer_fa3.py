@@ -20,7 +20,7 @@ from inference_service.kernels.flashinfer_paged import Fa2Prefill, WrapperRing, 
 LEAST_TOKENS = 1024
 """Of a step with fewer the device waits for the host, which has one launch more."""
 CONTEXT_A_TOKEN = 64
-"""Tokens of contexts for each that is computed, up to which it was faster: 128 of 8,192 take 102 us, and 115 in pages."""
+"""Tokens of contexts for each that is computed, up to which it is worth it: even 128 of 8,192 take 102 us, and 115 in pages."""
 GATHERED_BYTES = 256 << 20
 """The memory that is kept for keys and values of a layer."""
 

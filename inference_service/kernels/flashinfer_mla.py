@@ -139,6 +139,7 @@ class FlashInferMlaPrefill:
         from inference_service.kernels import flashinfer_ops
 
         self._ops = flashinfer_ops
+        self._reads_on = backend == "fa3"
         self._absorbed = AbsorbedRows(FlashInferLatent(backend, prefills=True))
         self._ring = WrapperRing(lambda workspace: flashinfer_ops.make_ragged_wrapper(workspace, backend))
 
@@ -164,4 +165,7 @@ class FlashInferMlaPrefill:
             self._absorbed(q_THQ, kv_P11SD, plan, up, o_THV)
         else:
             k_KHQ, v_KHV = up.expand(kv_P11SD.view(-1, kv_P11SD.shape[4]).index_select(0, plan.slot_K))
+            if self._reads_on:
+                # Behind a row's end it multiplies the next row's values with 0, which must not give NaN.
+                v_KHV.nan_to_num_(0.0, 0.0, 0.0)
             self._ops.ragged_attention(q_THQ, k_KHQ, v_KHV, plan.wrapper, o_THV)

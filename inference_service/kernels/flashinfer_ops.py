@@ -310,7 +310,10 @@ def mla_paged(q_THL: Tensor, q_THR: Tensor, kv_P11SD: Tensor, number: int, o_THL
 
 
 def make_ragged_wrapper(workspace: Tensor, backend: str) -> int:
-    """The number of a new wrapper of FlashInfer's FA2 or FA3 for keys and values outside of the cache."""
+    """The number of a new wrapper of FlashInfer's FA2 or FA3 for keys and values outside of the cache.
+
+    FA3 multiplies values of the row behind with 0: all must be finite, else one request could spoil another.
+    """
     _WRAPPERS.append(flashinfer.prefill.BatchPrefillWithRaggedKVCacheWrapper(workspace, kv_layout="NHD", backend=backend))
     return len(_WRAPPERS) - 1
 

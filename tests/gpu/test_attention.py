@@ -118,6 +118,20 @@ def test_fa3_of_gathered_contexts(shape: Shape, chunks: list[tuple[int, int]]) -
     assert_near(step(q, kv, step.plan(layout, kv, shape.heads)), reference(q, kv, layout))
 
 
+@pytest.mark.parametrize("name", ["fa2", "fa3", "triton"])
+def test_a_row_that_is_no_number_leaves_the_others_as_they_were(name: str) -> None:
+    attention, kv = backend("attention_prefill", name), make_cache(QWEN)
+    layout, spoilt = make_layout(QWEN, [], [(1000, 1000), (90, 200), (70, 70)]), slice(1000, 1090)
+    pages_RM = torch.randperm(PAGES)[: layout.pages_RM.numel()].view(layout.pages_RM.shape)
+    layout = replace(layout, pages_RM=pages_RM.int().cuda())
+    q = make_query(layout, QWEN)
+    expected = run(attention, q, kv, layout)
+    for value in (float("nan"), float("inf")):
+        kv[pages_RM[1].cuda()] = value
+        o = run(attention, q, kv, layout)
+        assert torch.equal(o[: spoilt.start], expected[: spoilt.start]) and torch.equal(o[spoilt.stop :], expected[spoilt.stop :])
+
+
 @pytest.mark.parametrize("heads", [32, 64])
 def test_workspace_is_enough_however_contexts_are_split(heads: int) -> None:
     """Tiles times parts of a context are at most two a multiprocessor and KV head; some of these lengths come near."""
@@ -141,11 +155,19 @@ def test_a_mixed_step(decode: str, prefill: str) -> None:
             assert_near(attention(q, kv, attention.plan(layout, kv, QWEN.heads)), reference(q, kv, layout))
 
 
-@pytest.mark.parametrize(("operator", "name"), [("attention_decode", "fa2"), ("attention_prefill", "fa2"), ("attention_prefill", "fa3")])
-def test_plans_made_while_the_device_lags_do_not_spoil_each_other(operator: str, name: str) -> None:
+@pytest.mark.parametrize(
+    ("operator", "name", "counts"),
+    [
+        ("attention_decode", "fa2", (1, 2, 3, 1, 4)),
+        ("attention_prefill", "fa2", (1, 2, 3, 1, 4)),
+        ("attention_prefill", "fa3", (1, 2, 1, 2, 1)),
+        ("attention_prefill", "fa3", (3, 4, 5, 3, 4)),  # gathered
+    ],
+)
+def test_plans_made_while_the_device_lags_do_not_spoil_each_other(operator: str, name: str, counts: tuple[int, ...]) -> None:
     decodes = operator == "attention_decode"
     attention, kv = backend(operator, name), make_cache(QWEN)
-    steps = [([300, 5, 64] * count, []) if decodes else ([], [(400 * count, 400 * count), (9, 500)]) for count in (1, 2, 3, 1, 4)]
+    steps = [([300, 5, 64] * count, []) if decodes else ([], [(400 * count, 400 * count), (9, 500)]) for count in counts]
     layouts = [make_layout(QWEN, *step) for step in steps]
     queries = [make_query(layout, QWEN) for layout in layouts]
     run(attention, queries[0], kv, layouts[0])

@@ -172,6 +172,28 @@ def test_prefill(name: str, chunks: list[tuple[int, int]]) -> None:
     assert_near(o_THV, expanded(q, kv, layout, up))
 
 
+@pytest.mark.parametrize("name", ["triton", "fa2", "fa3"])
+def test_a_row_that_is_no_number_leaves_the_others_as_they_were(name: str) -> None:
+    attention, kv, up, layout = (
+        backend("mla_prefill", name),
+        cache(),
+        projection(16),
+        make_layout(QWEN, [], [(200, 200), (9, 90), (70, 70)]),
+    )
+    pages_RM = torch.randperm(PAGES)[: layout.pages_RM.numel()].view(layout.pages_RM.shape)
+    layout, q = replace(layout, pages_RM=pages_RM.int().cuda()), query(279, 16)
+
+    def run() -> Tensor:
+        o_THV = torch.full((len(q), 16, VALUE), float("nan"), device="cuda", dtype=torch.bfloat16)
+        attention(q, kv, attention.plan(layout, kv, 16, SPEC), up, o_THV)
+        return o_THV
+
+    expected = run()
+    kv[pages_RM[1].cuda()] = float("nan")
+    o_THV = run()
+    assert torch.equal(o_THV[:200], expected[:200]) and torch.equal(o_THV[209:], expected[209:])
+
+
 def test_a_mixed_step() -> None:
     mixed, reference = backend("mla_mixed", "triton"), torch_mla_mixed()
     kv, layout, up = cache(), make_layout(QWEN, [7, 700, 64], [(40, 40), (5, 300)]), projection(16)

@@ -13,7 +13,7 @@ CONTEXTS = [[1], [16], [17], [5, 48, 1, 33]]
 
 
 @pytest.mark.parametrize("contexts", CONTEXTS, ids=str)
-@pytest.mark.parametrize(("kv_heads", "head_dim", "page_size"), [(2, 64, 16), (3, 96, 13), (1, 32, 48)])
+@pytest.mark.parametrize(("kv_heads", "head_dim", "page_size"), [(2, 64, 16), (3, 96, 13), (1, 32, 48), (1, 32, 200)])
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs this kernel on the GPU")
 def test_each_token_stands_where_its_row_has_it(contexts: list[int], kv_heads: int, head_dim: int, page_size: int) -> None:
     pytest.importorskip("triton")
@@ -33,6 +33,21 @@ def test_each_token_stands_where_its_row_has_it(contexts: list[int], kv_heads: i
     kv_2KHD = memory[:-7].view(expected_2KHD.shape)
     gather_contexts(cache, pages_N, torch.tensor(page_starts(contexts, page_size), dtype=torch.int32), kv_2KHD)
     assert torch.equal(kv_2KHD, expected_2KHD) and memory[-7:].isnan().all()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs this kernel on the GPU")
+def test_values_are_numbers() -> None:
+    """Else they would spoil the row before, whose kernel multiplies them with 0."""
+    pytest.importorskip("triton")
+    from inference_service.kernels.triton_gather import gather_contexts
+
+    cache = torch.randn(1, 2, 1, 16, 32)
+    cache[0, :, 0, [3, 5, 7], 1] = torch.tensor([float("nan"), float("inf"), float("-inf")])
+    kv_2KHD = torch.empty(2, 16, 1, 32)
+    gather_contexts(cache, torch.zeros(1, dtype=torch.int32), torch.tensor([0, 16], dtype=torch.int32), kv_2KHD)
+    keys, values = cache[0, :, 0]
+    assert torch.equal(kv_2KHD[0, :, 0].nan_to_num(), keys.nan_to_num()) and kv_2KHD[0].isnan().any()
+    assert torch.equal(kv_2KHD[1, :, 0], values.nan_to_num(0.0, 0.0, 0.0))
 
 
 def test_page_starts() -> None:
