@@ -174,12 +174,8 @@ def test_prefill(name: str, chunks: list[tuple[int, int]]) -> None:
 
 @pytest.mark.parametrize("name", ["triton", "fa2", "fa3"])
 def test_a_row_that_is_no_number_leaves_the_others_as_they_were(name: str) -> None:
-    attention, kv, up, layout = (
-        backend("mla_prefill", name),
-        cache(),
-        projection(16),
-        make_layout(QWEN, [], [(200, 200), (9, 90), (70, 70)]),
-    )
+    attention, kv, up = backend("mla_prefill", name), cache(), projection(16)
+    layout = make_layout(QWEN, [], [(200, 200), (9, 90), (70, 70)])
     pages_RM = torch.randperm(PAGES)[: layout.pages_RM.numel()].view(layout.pages_RM.shape)
     layout, q = replace(layout, pages_RM=pages_RM.int().cuda()), query(279, 16)
 
