@@ -60,7 +60,7 @@ def main() -> None:
     section("chunks beside decodes", partial(mixed, bench, config.batch.step_tokens, config.batch.max_requests))
     section("prompts", lambda: {tokens: eager(bench, tokens) for tokens in prompts})
     if sparse:
-        section("experts", lambda: {tokens: experts(sparse, loaded.model.norm.weight_C, tokens) for tokens in (512, *prompts)})
+        section("experts", lambda: {tokens: experts(sparse, loaded.model.norm.weight_C, tokens) for tokens in (64, 128, 512, *prompts)})
     if multiplies_by_cutlass(loaded.choices):
         untuned(section, lambda: {tokens: eager(bench, tokens) for tokens in prompts})
     executor.close()

@@ -143,6 +143,7 @@ def test_the_own_experts_are_preferred_where_they_were_measured(
         ({"features": frozenset({support.SINKS})}, "attention_decode", "fa2", "has no attention sinks"),
         ({"versions": ALL_THERE | {"flashinfer": "0.6.9"}}, "norm", "flashinfer", "flashinfer 0.6.13 or newer, not 0.6.9"),
         ({"versions": {"flashinfer": "0.6.13"}}, "kv_append", "triton", "triton 3.6 or newer, which is not there"),
+        ({"versions": {"flashinfer": "0.6.13", "cuda": "13.0"}}, "attention_prefill", "fa3", "triton 3.6 or newer, which is not there"),
         ({"architecture": "sm_121", "versions": ALL_THERE | {"cuda": "12.8"}}, "norm", "flashinfer", "cuda 12.9 or newer, not 12.8"),
     ],
 )
